@@ -1,0 +1,28 @@
+"""forebay trains language models with part of their memory on the host.
+
+The public names are loaded when first used, so that importing the package costs nothing and never
+initialises CUDA.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+_PUBLIC = {
+    "AdamW": "forebay.optim.adamw",
+    "HybridDeviceOptimizer": "forebay.optim.hybrid",
+}
+
+__version__ = "0.1.0"
+__all__ = ["AdamW", "HybridDeviceOptimizer", "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _PUBLIC:
+        return getattr(importlib.import_module(_PUBLIC[name]), name)
+    raise AttributeError(f"module 'forebay' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

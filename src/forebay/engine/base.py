@@ -1,0 +1,154 @@
+"""What every engine offers: lanes, events, copies, host tasks and buffers.
+
+An engine moves bytes and orders work. It knows nothing about optimizers, layers or models; those are
+built on top of it and never touch a stream themselves.
+
+Lanes are queues. Work on one lane runs in the order it was enqueued; work on two lanes runs in any order
+unless an event orders it. The ``COMPUTE`` lane is whatever stream the caller is on when it calls (looked up
+at use, never stored), so forward, backward and update kernels need no engine call at all.
+"""
+
+from __future__ import annotations
+
+import abc
+import enum
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+if TYPE_CHECKING:
+    from forebay.host.ledger import Ledger
+
+
+class Lane(enum.Enum):
+    """A queue of work.
+
+    ``COMPUTE`` is the stream the caller is on. ``DOWN`` copies device to host, ``HOST`` runs host tasks and
+    ``UP`` copies host to device.
+    """
+
+    COMPUTE = "compute"
+    DOWN = "down"
+    HOST = "host"
+    UP = "up"
+
+
+SIDE_LANES = (Lane.DOWN, Lane.HOST, Lane.UP)
+
+
+class Event(Protocol):
+    """A point on a lane that other lanes, or the Python thread, can wait for."""
+
+    def query(self) -> bool:
+        """Return True when all work before the event has finished. Never blocks."""
+        ...
+
+    def synchronize(self) -> None:
+        """Block the Python thread until all work before the event has finished."""
+        ...
+
+
+class HostTask(Protocol):
+    """Work for the ``HOST`` lane: a native function and its argument, or a Python callable.
+
+    ``function_address`` is the address of a C function ``void (*)(void *)`` and ``argument_address`` what it
+    is called with; both are 0 for a task that is Python code. ``run()`` does the same work from Python.
+    ``status()`` is 0 when all runs so far went well. ``label`` names the task in errors and traces.
+    """
+
+    label: str
+    function_address: int
+    argument_address: int
+
+    def run(self) -> None: ...
+
+    def status(self) -> int: ...
+
+
+class HostTaskError(RuntimeError):
+    """A host task failed; the message names it."""
+
+
+class Buffer(abc.ABC):
+    """Memory handed out by an engine.
+
+    Attributes:
+        tensor: the memory as a flat ``uint8`` tensor.
+        purpose: what it holds, a word of the ledger such as ``"optimizer_state"``.
+    """
+
+    tensor: torch.Tensor
+    purpose: str
+
+    def view(self, dtype: torch.dtype, num_elements: int, offset_bytes: int = 0) -> torch.Tensor:
+        """Return ``num_elements`` of ``dtype`` that start ``offset_bytes`` into the buffer, as a view."""
+        end = offset_bytes + num_elements * dtype.itemsize
+        assert 0 <= offset_bytes and end <= self.tensor.numel(), (offset_bytes, end, self.tensor.numel())
+        return self.tensor[offset_bytes:end].view(dtype)
+
+    @abc.abstractmethod
+    def release(self, after: Sequence[Event] = ()) -> None:
+        """Give the memory back once every event of ``after`` has passed.
+
+        The caller must have ordered all other use of the buffer before this call; the simulator checks it.
+        """
+
+
+class Engine(abc.ABC):
+    """Lanes, events, copies, host tasks and buffers of one device.
+
+    Attributes:
+        kind: ``"cuda"`` or ``"sim"``.
+        device: where the device tier lives.
+        ledger: bytes in use per tier and purpose.
+    """
+
+    kind: str
+    device: torch.device
+    ledger: Ledger
+
+    @abc.abstractmethod
+    def record(self, lane: Lane) -> Event:
+        """Return an event that passes when all work enqueued on ``lane`` so far has finished."""
+
+    @abc.abstractmethod
+    def wait(self, lane: Lane, event: Event) -> None:
+        """Let work enqueued on ``lane`` from now on start only after ``event``. Never blocks Python."""
+
+    @abc.abstractmethod
+    def copy(self, lane: Lane, destination: torch.Tensor, source: torch.Tensor) -> None:
+        """Enqueue a copy between the tiers on ``DOWN`` or ``UP``.
+
+        Both tensors are contiguous and of equal dtype and number of elements. The engine keeps both alive
+        until the copy is done; ordering it against other lanes is the caller's.
+        """
+
+    @abc.abstractmethod
+    def host_task(
+        self, task: HostTask, reads: Iterable[torch.Tensor] = (), writes: Iterable[torch.Tensor] = ()
+    ) -> None:
+        """Enqueue ``task`` on the ``HOST`` lane. ``reads`` and ``writes`` are the host memory it touches.
+
+        A native task runs without Python and without the GIL. A Python task runs in this call, after the
+        work enqueued on ``HOST`` before it (so it never overlaps with Python code).
+        """
+
+    @abc.abstractmethod
+    def check_tasks(self) -> None:
+        """Raise :class:`HostTaskError`, naming the task, if a host task that has run by now failed."""
+
+    @abc.abstractmethod
+    def empty_host(self, num_bytes: int, purpose: str, *, pinned: bool = True) -> Buffer:
+        """Allocate host memory of exactly ``num_bytes``, pinned unless ``pinned`` is False.
+
+        Raises ``forebay.host.HostMemoryError`` before anything is allocated when it cannot fit.
+        """
+
+    @abc.abstractmethod
+    def empty_device(self, num_bytes: int, purpose: str) -> Buffer:
+        """Allocate device memory on the ``COMPUTE`` lane."""
+
+    @abc.abstractmethod
+    def synchronize(self) -> None:
+        """Block Python until every lane is idle, then :meth:`check_tasks`."""
