@@ -61,13 +61,40 @@ class HostTask(Protocol):
     function_address: int
     argument_address: int
 
-    def run(self) -> None: ...
+    def run(self) -> None:
+        """Do the work in this thread."""
 
-    def status(self) -> int: ...
+    def status(self) -> int:
+        """Return 0 when all runs so far went well."""
 
 
 class HostTaskError(RuntimeError):
     """A host task failed; the message names it."""
+
+
+class TaskLog:
+    """The host tasks enqueued since the last full synchronisation, to be asked how they went."""
+
+    def __init__(self) -> None:
+        self._tasks: dict[int, HostTask] = {}
+
+    def add(self, task: HostTask) -> None:
+        """Remember ``task`` (once, however often it is enqueued)."""
+        self._tasks[id(task)] = task
+
+    def check(self) -> None:
+        """Raise :class:`HostTaskError` for the first task that failed."""
+        for task in self._tasks.values():
+            status = task.status()
+            if status:
+                raise HostTaskError(
+                    f"host task {task.label!r} failed with status {status}; what it was updating may be half "
+                    "written, so reload the last checkpoint before going on"
+                )
+
+    def clear(self) -> None:
+        """Forget all tasks; call only when every lane is idle."""
+        self._tasks.clear()
 
 
 class Buffer(abc.ABC):
@@ -84,7 +111,7 @@ class Buffer(abc.ABC):
     def view(self, dtype: torch.dtype, num_elements: int, offset_bytes: int = 0) -> torch.Tensor:
         """Return ``num_elements`` of ``dtype`` that start ``offset_bytes`` into the buffer, as a view."""
         end = offset_bytes + num_elements * dtype.itemsize
-        assert 0 <= offset_bytes and end <= self.tensor.numel(), (offset_bytes, end, self.tensor.numel())
+        assert 0 <= offset_bytes <= end <= self.tensor.numel(), (offset_bytes, end, self.tensor.numel())
         return self.tensor[offset_bytes:end].view(dtype)
 
     @abc.abstractmethod
@@ -132,6 +159,14 @@ class Engine(abc.ABC):
 
         A native task runs without Python and without the GIL. A Python task runs in this call, after the
         work enqueued on ``HOST`` before it (so it never overlaps with Python code).
+        """
+
+    def declare(  # noqa: B027 - nothing to do unless the engine checks accesses
+        self, label: str, reads: Iterable[torch.Tensor] = (), writes: Iterable[torch.Tensor] = ()
+    ) -> None:
+        """Declare what a compute-lane kernel touches that torch's dispatcher does not see.
+
+        The simulator checks it like any other access; elsewhere it costs nothing.
         """
 
     @abc.abstractmethod

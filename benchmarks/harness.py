@@ -1,0 +1,128 @@
+"""What every benchmark shares: the model, the timing, and the columns that say where a figure comes from."""
+
+from __future__ import annotations
+
+import csv
+import datetime
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+GIB = 2**30
+VOCABULARY = 32000
+
+
+def llama_1b(device: str = "cuda", dtype: torch.dtype = torch.bfloat16) -> torch.nn.Module:
+    """Build the 1.104 B parameter Llama shape of all comparisons, with random weights."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=2048,
+        intermediate_size=8192,
+        num_hidden_layers=16,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        max_position_embeddings=32768,
+        tie_word_embeddings=False,
+        attn_implementation="sdpa",
+        use_cache=False,
+    )
+    torch.manual_seed(0)
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device(device):
+            return LlamaForCausalLM(config)
+    finally:
+        torch.set_default_dtype(default)
+
+
+def batches(num: int, micro_batch: int, seq_length: int, device: str = "cuda") -> list[torch.Tensor]:
+    """Return ``num`` fixed random batches of (micro_batch, seq_length) token ids."""
+    generator = torch.Generator(device=device).manual_seed(1)
+    return [
+        torch.randint(VOCABULARY, (micro_batch, seq_length), device=device, generator=generator) for _ in range(num)
+    ]
+
+
+def measure(step: Callable[[int], Any], *, num_warmup: int, num_steps: int) -> dict[str, float]:
+    """Time steady steps by events on the stream, without a synchronisation between them.
+
+    Returns:
+        ``step_ms`` (median), ``step_ms_min``, ``step_ms_max`` and ``peak_gib`` of the steady steps.
+    """
+    for index in range(num_warmup):
+        step(index)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(num_steps + 1)]
+    start = time.perf_counter()
+    events[0].record()
+    for index in range(num_steps):
+        step(num_warmup + index)
+        events[index + 1].record()
+    torch.cuda.synchronize()
+    wall_ms = (time.perf_counter() - start) * 1e3 / num_steps
+    times = [left.elapsed_time(right) for left, right in zip(events, events[1:], strict=False)]
+    return {
+        "step_ms": statistics.median(times),
+        "step_ms_min": min(times),
+        "step_ms_max": max(times),
+        "wall_ms": wall_ms,
+        "peak_gib": torch.cuda.max_memory_allocated() / GIB,
+    }
+
+
+def environment() -> dict[str, str]:
+    """Return the columns that say on what, with what and when a figure was measured."""
+    commit = os.environ.get("FOREBAY_COMMIT", "")
+    if not commit:
+        found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+        commit = found.stdout.strip() or "unknown"
+    return {
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
+        "torch": torch.__version__,
+        "python": sys.version.split()[0],
+        "cores": str(len(os.sched_getaffinity(0))),
+        "date": datetime.date.today().isoformat(),
+        "commit": commit,
+    }
+
+
+def run_apart(script: str, arguments: list[str], *, timeout_s: int) -> dict[str, Any]:
+    """Run one configuration in a process of its own and return the JSON object it prints last.
+
+    A run that fails gives ``{"status": "...", "error": "..."}``, so that one failure loses nothing.
+    """
+    command = [sys.executable, script, *arguments]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
+    except subprocess.TimeoutExpired:
+        return {"status": "timeout", "error": f"over {timeout_s} s"}
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    if done.returncode == 0 and lines:
+        return {"status": "ok", **json.loads(lines[-1])}
+    error = (done.stderr.strip().splitlines() or ["no output"])[-1]
+    status = "out of memory" if "OutOfMemoryError" in done.stderr else "failed"
+    if os.environ.get("FOREBAY_BENCH_VERBOSE"):
+        print(done.stderr[-3000:], file=sys.stderr, flush=True)
+    return {"status": status, "error": error[:300]}
+
+
+def write_csv(path: Path, rows: list[dict[str, Any]]) -> None:
+    """Write rows with the union of their columns, in order of first appearance."""
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, columns)
+        writer.writeheader()
+        writer.writerows({k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()} for row in rows)

@@ -1,0 +1,148 @@
+"""AdamW on the device, for state that lives there or visits.
+
+One arithmetic, two implementations: a Triton kernel on CUDA, one launch per segment, and torch operations
+elsewhere. Both are elementwise, so how parameters are cut into segments and chunks, and where the state came
+from, changes no bit of the result.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from forebay.host import kernels
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupValues:
+    """The hyperparameters of a parameter group in one step.
+
+    Attributes:
+        lr: learning rate.
+        weight_decay: decoupled weight decay.
+        beta1, beta2: decay rates of the moments.
+        eps: term added to the denominator.
+        maximize: go up the gradient.
+    """
+
+    lr: float
+    weight_decay: float
+    beta1: float
+    beta2: float
+    eps: float
+    maximize: bool
+
+
+class StepScalars:
+    """The numbers of a step that differ between segments, computed on the device without a synchronisation.
+
+    Args:
+        num_segments: how many rows.
+        device: where the rows live.
+
+    Attributes:
+        steps: fp32 (num_segments,), how many updates each segment has had, like ``step`` in torch's AdamW.
+        rows: fp32 (num_segments, 3): ``1 - lr * weight_decay``, ``lr / bias_correction1`` and
+            ``sqrt(bias_correction2)``.
+    """
+
+    def __init__(self, num_segments: int, device: torch.device) -> None:
+        self.steps = torch.zeros(num_segments, dtype=torch.float32, device=device)
+        self.rows = torch.zeros(num_segments, 3, dtype=torch.float32, device=device)
+        self._inputs: torch.Tensor | None = None
+        self._last: list[tuple[float, ...]] | None = None
+
+    def advance(self, inputs: list[tuple[float, ...]], skip: torch.Tensor | None) -> None:
+        """Count a step and fill ``rows``.
+
+        Args:
+            inputs: per segment: lr, weight_decay, beta1, beta2, and 1.0 if it is updated in this step else 0.0.
+            skip: fp32 scalar on the device; nonzero means that this step updates nothing.
+        """
+        if inputs != self._last:
+            # A small pageable copy is staged by the driver before it returns, so the list may change freely.
+            self._inputs = torch.tensor(inputs, dtype=torch.float64).to(self.steps.device)
+            self._last = inputs
+        assert self._inputs is not None
+        lr, weight_decay, beta1, beta2, active = self._inputs.unbind(1)
+        self.steps += active if skip is None else active * (skip == 0)
+        # The double-precision powers are what torch computes in Python; in fp32 1 - beta2**step would lose
+        # half its digits at the first steps.
+        steps = self.steps.double()
+        self.rows[:, 0] = 1 - lr * weight_decay
+        self.rows[:, 1] = lr / (1 - beta1**steps)
+        self.rows[:, 2] = (1 - beta2**steps).sqrt()
+
+
+def adamw(
+    weight: torch.Tensor,
+    grad: torch.Tensor,
+    fields: Mapping[str, torch.Tensor],
+    row: torch.Tensor,
+    values: GroupValues,
+    grad_scale: torch.Tensor | None,
+    skip: torch.Tensor | None,
+) -> None:
+    """Update one segment in place.
+
+    Args:
+        weight: flat parameter elements, bf16, fp16 or fp32.
+        grad: flat gradient, any floating dtype, same length.
+        fields: ``exp_avg`` and ``exp_avg_sq`` in fp32, plus ``remainder`` (int16) for a bf16 weight or
+            ``master`` (fp32) for an fp16 one.
+        row: fp32 (3,), this segment's row of :class:`StepScalars`.
+        values: the group's hyperparameters; lr and weight_decay are taken from ``row`` instead.
+        grad_scale: fp32 scalar on the device that multiplies the gradient, or None for 1.
+        skip: fp32 scalar on the device; nonzero leaves everything untouched. None for never.
+    """
+    if weight.is_cuda:
+        from forebay.optim import triton_update
+
+        triton_update.adamw(weight, grad, fields, row, values, grad_scale, skip)
+        return
+    g = grad.to(torch.float32)
+    if grad_scale is not None:
+        g = g * grad_scale
+    if values.maximize:
+        g = -g
+    decay, step_size, sqrt_correction2 = row.unbind()
+    exp_avg, exp_avg_sq = fields["exp_avg"], fields["exp_avg_sq"]
+    value = read_master(weight, fields) * decay
+    new_avg = exp_avg + (g - exp_avg) * (1 - values.beta1)
+    new_avg_sq = exp_avg_sq * values.beta2 + g * g * (1 - values.beta2)
+    value -= step_size * new_avg / (new_avg_sq.sqrt() / sqrt_correction2 + values.eps)
+    if skip is not None:
+        keep = skip == 0
+        value = torch.where(keep, value, read_master(weight, fields))
+        new_avg = torch.where(keep, new_avg, exp_avg)
+        new_avg_sq = torch.where(keep, new_avg_sq, exp_avg_sq)
+    exp_avg.copy_(new_avg)
+    exp_avg_sq.copy_(new_avg_sq)
+    write_master(weight, fields, value)
+
+
+def read_master(weight: torch.Tensor, fields: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Return the fp32 value of a segment's weight, as a new tensor or (fp32 without a master) the weight."""
+    if "remainder" in fields:
+        return kernels.join_master(weight, fields["remainder"])
+    return fields.get("master", weight)
+
+
+def write_master(weight: torch.Tensor, fields: Mapping[str, torch.Tensor], value: torch.Tensor) -> None:
+    """Store the fp32 ``value`` as a segment's weight and master."""
+    if "remainder" in fields:
+        upper, remainder = kernels.split_master(value)
+        weight.copy_(upper)
+        fields["remainder"].copy_(remainder)
+        return
+    if "master" in fields:
+        fields["master"].copy_(value)
+    weight.copy_(value)
+
+
+def global_norm(grads: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the fp32 2-norm of all gradients together, on the device, without a synchronisation."""
+    norms = torch._foreach_norm(list(grads), 2, dtype=torch.float32)
+    return torch.linalg.vector_norm(torch.stack(norms), 2)
