@@ -185,5 +185,12 @@ class Engine(abc.ABC):
         """Allocate device memory on the ``COMPUTE`` lane."""
 
     @abc.abstractmethod
+    def take_peak_bytes(self) -> int:
+        """Return the most device memory in use, all of it, since the last call, and start a new peak.
+
+        Resets the peak that ``torch.cuda.max_memory_allocated`` reports.
+        """
+
+    @abc.abstractmethod
     def synchronize(self) -> None:
         """Block Python until every lane is idle, then :meth:`check_tasks`."""

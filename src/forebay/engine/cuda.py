@@ -194,6 +194,12 @@ class CudaEngine(Engine):
         """See :meth:`Engine.empty_device`."""
         return _CudaDeviceBuffer(self, num_bytes, purpose)
 
+    def take_peak_bytes(self) -> int:
+        """See :meth:`Engine.take_peak_bytes`."""
+        peak_bytes = torch.cuda.max_memory_allocated(self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        return peak_bytes
+
     def _retire(self, after: Sequence[Event], kept_alive: object) -> None:
         self._retired.append((after, kept_alive))
         self._poll()
@@ -267,4 +273,4 @@ class _Delays:
             # The argument is read when the function runs, so it lives as long as the engine.
             argument = ctypes.c_int64(nanoseconds)
             self._host_delays.append(argument)
-            launch(kernels.delay_address(), ctypes.addressof(argument))
+            launch(kernels.delay_function_address(), ctypes.addressof(argument))

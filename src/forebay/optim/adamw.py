@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
+from torch.utils.hooks import RemovableHandle
 
 from forebay.engine import Engine, get_engine
 from forebay.optim import device_update, layout, state_dict
@@ -18,11 +20,17 @@ from forebay.optim.device_update import GroupValues, StepScalars
 from forebay.optim.gates import Gates
 from forebay.optim.host_share import HostShare
 from forebay.optim.layout import Chunk, ParamSpec, Placement
-from forebay.optim.shares import DeviceShare, Share, StepContext, StreamedShare
+from forebay.optim.shares import DeviceShare, Share, StepContext
+from forebay.optim.streamed_share import StreamedShare
+from forebay.optim.tide import Tide
 
 PLACEMENTS = ("auto", "streamed", "host")
-# 16 Mi elements: a chunk of bf16 parameters has 160 MiB of state, which copies at full speed.
-DEFAULT_CHUNK_ELEMENTS = 16 * 2**20
+# About 16 Mi elements: a chunk of bf16 parameters has 160 MiB of state, which copies at full speed. Not a power
+# of two, because the host kernel reads several fields that are then this far apart, and streams whose addresses
+# differ by a power of two evict each other from the first-level cache (measured on Zen 4, see docs/log.md).
+DEFAULT_CHUNK_ELEMENTS = 16 * 2**20 - 9 * 1024
+# Copies and host updates run side by side; see docs/log.md for the measurement this share comes from.
+_AUTO_HOST_SHARE = 0.4
 _NUM_STREAM_SLOTS = 3
 _NUM_GRAD_SLOTS = 8
 
@@ -32,6 +40,7 @@ class _Options:
     offload_fraction: float
     placement: str
     overlap: bool
+    staging_gib: float
     pinned: bool
     skip_nonfinite: bool
     chunk_elements: int
@@ -44,12 +53,15 @@ class _Options:
             )
         if self.placement not in PLACEMENTS:
             raise ValueError(f"unknown placement {self.placement!r}; choose one of {', '.join(PLACEMENTS)}")
+        if not self.staging_gib >= 0.0:
+            raise ValueError(f"staging_gib must not be negative, got {self.staging_gib}")
         if self.chunk_elements < 4096:
             raise ValueError(f"chunk_elements must be at least 4096, got {self.chunk_elements}")
 
-    @property
-    def host_share(self) -> float:
-        return {"auto": 0.0, "streamed": 0.0, "host": 1.0}[self.placement]
+    def host_share(self, device: torch.device) -> float:
+        """Return the share of the offloaded part that is updated on the host."""
+        auto = _AUTO_HOST_SHARE if device.type != "cpu" else 0.0
+        return {"auto": auto, "streamed": 0.0, "host": 1.0}[self.placement]
 
 
 class AdamW(Optimizer):
@@ -72,11 +84,14 @@ class AdamW(Optimizer):
         offload_fraction: share of the state, in elements, that is held on the host; tensors are split to meet
             it exactly. Default 0.0.
         placement: how the offloaded share is held: ``"streamed"`` is updated on the device, bitwise equal to
-            no offload; ``"host"`` is updated by the host kernel. Default ``"auto"``: streamed.
+            no offload; ``"host"`` is updated by the host kernel. Default ``"auto"``: both, divided so that they
+            take equally long (on a CPU, where nothing is gained by it, all streamed).
         overlap: let transfers run under other work. Default True.
+        staging_gib: device memory, in GiB, that visiting state may add to the highest peak of a step; below
+            that peak it uses what is free anyway. Default 0.0.
         pinned: pin the host memory that is copied. Default True.
         skip_nonfinite: leave everything untouched in a step whose gradient norm is not finite. Default False.
-        chunk_elements: most elements that travel in one piece. Default 16 Mi.
+        chunk_elements: most elements that travel in one piece. Default about 16 Mi.
         engine: what moves the state. Default: this process's engine for the parameters' device.
 
     Raises:
@@ -95,12 +110,15 @@ class AdamW(Optimizer):
         offload_fraction: float = 0.0,
         placement: str = "auto",
         overlap: bool = True,
+        staging_gib: float = 0.0,
         pinned: bool = True,
         skip_nonfinite: bool = False,
         chunk_elements: int = DEFAULT_CHUNK_ELEMENTS,
         engine: Engine | None = None,
     ) -> None:
-        self._options = _Options(offload_fraction, placement, overlap, pinned, skip_nonfinite, chunk_elements)
+        self._options = _Options(
+            offload_fraction, placement, overlap, staging_gib, pinned, skip_nonfinite, chunk_elements
+        )
         defaults = {
             "lr": lr,
             "betas": betas,
@@ -121,7 +139,9 @@ class AdamW(Optimizer):
         self._shares: dict[Placement, Share] = {}
         self._num_rows = 0
         self._scalars: StepScalars | None = None
-        self._gates = Gates()
+        self._gates = Gates(self._tick)
+        self._tide: Tide | None = None
+        self._hooks: list[RemovableHandle] = []
         self._grad_scale: torch.Tensor | None = None
         self._norm: torch.Tensor | None = None
         self._pending_masters: dict[torch.Tensor, state_dict.SavedMaster] = {}
@@ -196,7 +216,7 @@ class AdamW(Optimizer):
             named = sorted(named, key=lambda item: self._gates.module_order.get(item[1], len(self._gates.module_order)))
         first_param = len(self._tensors)
         new = [param for _, param in named]
-        chunks = _divide(new, self._options, first_param)
+        chunks = _divide(new, self._options, self.engine.device, first_param)
         self._tensors += new
         self._names += [name for name, _ in named]
         self._numbers = {param: number for number, param in enumerate(self._tensors)}
@@ -213,6 +233,26 @@ class AdamW(Optimizer):
             scalars.steps[: len(self._scalars.steps)] = self._scalars.steps
         self._scalars = scalars
         self._versions += [_version(param) for param in new]
+        if self._options.overlap and self._streamed.chunks:
+            self._tide = self._tide or Tide(self.engine, int(self._options.staging_gib * 2**30))
+            for number, param in enumerate(new, first_param):
+                if param.requires_grad:
+                    self._hooks.append(param.register_post_accumulate_grad_hook(_GradHook(self, number)))
+
+    @property
+    def _streamed(self) -> StreamedShare:
+        share = self._shares[Placement.STREAMED]
+        assert isinstance(share, StreamedShare)
+        return share
+
+    def _tick(self, key: int) -> None:
+        """Begin an interval of the tide: a module's forward, or what follows a gradient (then ``key`` < 0)."""
+        if self._tide is None:
+            return
+        hold_bytes, prefetch_bytes = self._tide.tick(key)
+        self._streamed.shrink(hold_bytes)
+        if key < 0:
+            self._streamed.prefetch(prefetch_bytes)
 
     def _make_shares(self) -> dict[Placement, Share]:
         options, engine = self._options, self.engine
@@ -265,8 +305,11 @@ class AdamW(Optimizer):
         groups = [_group_values(group) for group in self.param_groups]
         group_of = self._group_of()
         skip = self._skip_flag(grads)
+        limit_bytes = self._tide.update_limit_bytes if self._tide is not None else 0
         self._scalars.advance(self._row_inputs(grads, groups, group_of), skip)
-        context = StepContext(self._tensors, grads, groups, group_of, self._scalars, self._grad_scale, skip)
+        context = StepContext(
+            self._tensors, grads, groups, group_of, self._scalars, self._grad_scale, skip, limit_bytes
+        )
         # Host updates first: they take longest, and what the device does next runs beside them.
         for placement in (Placement.HOST, Placement.STREAMED, Placement.DEVICE):
             for number, event in self._shares[placement].step(context).items():
@@ -275,8 +318,13 @@ class AdamW(Optimizer):
             if grad is not None:
                 torch.autograd.graph.increment_version(self._tensors[number])
                 self._versions[number] = _version(self._tensors[number])
-        if not (self._options.overlap and self._gates.attached):
+        attached = self._options.overlap and self._gates.attached
+        if not attached:
             self.synchronize()
+        profiled_next = self._tide is not None and self._tide.turn()
+        if profiled_next or not attached:
+            # Nothing ends visits later: no hook in forward, or none that may while memory is profiled.
+            self._streamed.shrink(0)
 
     def _flat_grad(self, number: int) -> torch.Tensor | None:
         param = self._tensors[number]
@@ -436,9 +484,23 @@ class AdamW(Optimizer):
         return copied
 
 
+class _GradHook:
+    """Runs after a parameter's gradient was accumulated; does not keep the optimizer alive."""
+
+    def __init__(self, optimizer: AdamW, number: int) -> None:
+        self._optimizer = weakref.ref(optimizer)
+        self._key = -2 - number
+
+    def __call__(self, param: torch.Tensor) -> None:
+        optimizer = self._optimizer()
+        if optimizer is not None:
+            optimizer._tick(self._key)
+
+
 def plan_memory(
     params: Iterable[torch.Tensor],
     *,
+    device: torch.device | str = "cuda",
     offload_fraction: float = 0.0,
     placement: str = "auto",
     overlap: bool = True,
@@ -449,10 +511,11 @@ def plan_memory(
 
     Args:
         params: parameters, on any device, ``meta`` included; nothing is allocated.
+        device: the device that will train.
         offload_fraction: see :class:`AdamW`, as for the other arguments.
     """
-    options = _Options(offload_fraction, placement, overlap, pinned, False, chunk_elements)
-    chunks = _divide(list(params), options, 0)
+    options = _Options(offload_fraction, placement, overlap, 0.0, pinned, False, chunk_elements)
+    chunks = _divide(list(params), options, torch.device(device), 0)
     by_placement = {p: [chunk for chunk in chunks if chunk.placement is p] for p in Placement}
     state = {p: sum(region_bytes(chunk) for chunk in own) for p, own in by_placement.items()}
     copied = "pinned" if pinned else "pageable"
@@ -477,11 +540,11 @@ def plan_memory(
     return plan
 
 
-def _divide(params: Sequence[torch.Tensor], options: _Options, first_param: int) -> list[Chunk]:
+def _divide(params: Sequence[torch.Tensor], options: _Options, device: torch.device, first_param: int) -> list[Chunk]:
     return layout.divide(
         [ParamSpec(param.numel(), param.dtype) for param in params],
         offload_fraction=options.offload_fraction,
-        host_share=options.host_share,
+        host_share=options.host_share(device),
         chunk_elements=options.chunk_elements,
         first_param=first_param,
     )

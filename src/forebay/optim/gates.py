@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,6 +13,9 @@ from forebay.engine import Engine, Event, Lane
 class Gates:
     """The events after which each parameter is current, and the hooks that wait for them.
 
+    Args:
+        tick: called before each module's forward with a number that tells modules apart.
+
     Which module's forward reads a parameter is learned: during the first forward after :meth:`attach`
     everything waits at the root. Later a parameter waits at the module that owns it, if that module's forward
     ran then, else (its parent reads it directly) still at the root.
@@ -21,8 +25,10 @@ class Gates:
         module_order: parameters in the order in which the model registers them, numbered.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, tick: Callable[[int], None] = lambda key: None) -> None:
         self.attached = False
+        self._tick = tick
+        self._keys: dict[torch.nn.Module, int] = {}
         self.module_order: dict[torch.Tensor, int] = {}
         self._engine: Engine | None = None
         self._closed: dict[torch.Tensor, list[Event]] = {}
@@ -53,8 +59,9 @@ class Gates:
         model.register_forward_pre_hook(self._before_root, prepend=True)
         model.register_forward_hook(self._after_root)
         model.register_state_dict_pre_hook(self._before_state_dict)
-        for module in model.modules():
+        for key, module in enumerate(model.modules()):
             if next(module.parameters(recurse=False), None) is not None:
+                self._keys[module] = key
                 module.register_forward_pre_hook(self._before)
 
     # The hooks are methods so that a model that has them can be copied and pickled; a copy of the model is not
@@ -70,6 +77,8 @@ class Gates:
     def _before(self, module: torch.nn.Module, args: Any) -> None:
         if not self._learned:
             self._owned.update(module.parameters(recurse=False))
+        if torch.is_grad_enabled():  # an evaluation in between is not part of a training step
+            self._tick(self._keys.get(module, -1))
         if self._closed:
             for param in module.parameters(recurse=False):
                 self._open(param)

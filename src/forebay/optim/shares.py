@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from collections import deque
 from collections.abc import Sequence
 
 import torch
 
-from forebay.engine import Buffer, Engine, Event, Lane
+from forebay.engine import Buffer, Engine, Event
 from forebay.optim import device_update
 from forebay.optim.chunk_state import ChunkState, flat, region_bytes, rows_of
 from forebay.optim.device_update import GroupValues, StepScalars
@@ -32,6 +31,7 @@ class StepContext:
         scalars: the per-segment numbers on the device.
         grad_scale: fp32 (1,) on the device, multiplies every gradient; None for 1.
         skip: fp32 (1,) on the device, nonzero to update nothing; None for never.
+        limit_bytes: device memory that state may use for visits during the update.
     """
 
     params: Sequence[torch.Tensor]
@@ -41,6 +41,7 @@ class StepContext:
     scalars: StepScalars
     grad_scale: torch.Tensor | None
     skip: torch.Tensor | None
+    limit_bytes: int
 
 
 class Share(abc.ABC):
@@ -95,7 +96,7 @@ def set_master(fields: dict[str, torch.Tensor], weight: torch.Tensor) -> None:
         fields["master"].copy_(weight)
 
 
-def _update_segments(state: ChunkState, region: torch.Tensor, context: StepContext, engine: Engine, label: str) -> None:
+def update_segments(state: ChunkState, region: torch.Tensor, context: StepContext, engine: Engine, label: str) -> None:
     """Update a chunk on the compute lane, its state being in ``region`` on the device."""
     for index, (segment, fields) in enumerate(zip(state.chunk.segments, state.segment_fields(region), strict=True)):
         grad = context.grads[segment.param]
@@ -138,76 +139,11 @@ class DeviceShare(Share):
     def step(self, context: StepContext) -> dict[int, Event]:
         """See :meth:`Share.step`."""
         for state in self.chunks:
-            _update_segments(state, state.region, context, self.engine, "device update")
+            update_segments(state, state.region, context, self.engine, "device update")
         return {}
 
     def settle(self) -> None:
         """See :meth:`Share.settle`; the compute lane orders everything here."""
-
-
-class StreamedShare(Share):
-    """State on the host that visits the device to be updated there.
-
-    Args:
-        engine: what moves it.
-        num_slots: how many chunks are on the device at once: one being updated, one arriving, one leaving.
-        pinned: pin the host memory.
-    """
-
-    def __init__(self, engine: Engine, *, num_slots: int, pinned: bool) -> None:
-        super().__init__(engine)
-        self._num_slots = num_slots
-        self._pinned = pinned
-        self._slabs: list[Buffer] = []
-
-    def extend(self, chunks: Sequence[Chunk], first_row: int, params: Sequence[torch.Tensor]) -> None:
-        """See :meth:`Share.extend`."""
-        states = allocate_on_host(self.engine, chunks, first_row, self._slabs, pinned=self._pinned)
-        for state in states:
-            init_masters(state, params)
-        self.chunks += states
-
-    def step(self, context: StepContext) -> dict[int, Event]:
-        """See :meth:`Share.step`."""
-        engine = self.engine
-        active = [state for state in self.chunks if is_active(state.chunk, context)]
-        if not active:
-            return {}
-        slot_bytes = max(state.num_bytes for state in active)
-        slots: deque[tuple[Buffer, Event]] = deque()
-        for _ in range(min(self._num_slots, len(active))):
-            buffer = engine.empty_device(slot_bytes, "staging")
-            # The allocator gave this memory to the compute lane, which may still be using it for what it
-            # held before: the first copy up waits for that.
-            slots.append((buffer, engine.record(Lane.COMPUTE)))
-        for state in active:
-            buffer, free = slots.popleft()
-            region = buffer.tensor[: state.num_bytes]
-            # `free` also covers the copy down that emptied the slot; without it this copy would overwrite
-            # state that has not reached the host yet.
-            engine.wait(Lane.UP, free)
-            if state.written is not None:
-                # The last step's copy down of this very chunk; else old state would come back.
-                engine.wait(Lane.UP, state.written)
-            engine.copy(Lane.UP, region, state.region)
-            # The update reads what the copy up brings.
-            engine.wait(Lane.COMPUTE, engine.record(Lane.UP))
-            _update_segments(state, region, context, engine, "streamed update")
-            # The copy down reads what the update writes.
-            engine.wait(Lane.DOWN, engine.record(Lane.COMPUTE))
-            engine.copy(Lane.DOWN, state.region, region)
-            state.written = engine.record(Lane.DOWN)
-            slots.append((buffer, state.written))
-        for buffer, free in slots:
-            buffer.release(after=[free])
-        return {}
-
-    def settle(self) -> None:
-        """See :meth:`Share.settle`."""
-        for state in self.chunks:
-            if state.written is not None:
-                state.written.synchronize()
-                state.written = None
 
 
 def allocate_on_host(

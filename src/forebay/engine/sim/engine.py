@@ -159,6 +159,13 @@ class SimEngine(Engine):
         """See :meth:`Engine.empty_device`."""
         return _SimBuffer(self, num_bytes, purpose, Tier.DEVICE)
 
+    def take_peak_bytes(self) -> int:
+        """See :meth:`Engine.take_peak_bytes`; drawn from the seed, since nothing else uses device memory here.
+
+        Code that decides by memory so takes a different course under every seed.
+        """
+        return self._random.randrange(1 << 17)
+
     @contextlib.contextmanager
     def watch(self) -> Iterator[None]:
         """Check the torch operations in the block too: device memory on the compute lane, host memory on Python."""

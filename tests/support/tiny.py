@@ -8,20 +8,20 @@ import torch
 from torch import nn
 
 VOCABULARY = 61
-WIDTH = 48
+WIDTH = 48  # so small that a step takes milliseconds; GPU tests use wider models
 
 
 class TinyLM(nn.Module):
     """Embedding, two blocks of norm, linear and GELU, and a head; sizes that no chunk boundary divides."""
 
-    def __init__(self, *, tied: bool = False) -> None:
+    def __init__(self, *, width: int = WIDTH, num_blocks: int = 2, tied: bool = False) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.embedding = nn.Embedding(VOCABULARY, width)
         self.blocks = nn.ModuleList(
-            nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH), nn.GELU(), nn.Linear(3 * WIDTH, WIDTH))
-            for _ in range(2)
+            nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 3 * width), nn.GELU(), nn.Linear(3 * width, width))
+            for _ in range(num_blocks)
         )
-        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.head = nn.Linear(width, VOCABULARY, bias=False)
         if tied:
             self.head.weight = self.embedding.weight
 

@@ -1,0 +1,264 @@
+"""Optimizer offload: milliseconds a step and GPU peak of forebay and its peers, one process each.
+
+    python benchmarks/optimizer.py --output benchmarks/results/optimizer.csv [--only forebay,none] [--tokens 8192]
+
+All systems train the same 1.104 B parameter model on the same tokens with bf16 weights, AdamW and clipping at 1.0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from harness import GIB, batches, environment, llama_1b, measure, run_apart, write_csv
+
+LR, BETAS, EPS, WEIGHT_DECAY, MAX_NORM = 1e-4, (0.9, 0.95), 1e-8, 0.1, 1.0
+ADAM = {"lr": LR, "betas": BETAS, "eps": EPS, "weight_decay": WEIGHT_DECAY}
+SEQ_LENGTH, MICRO_BATCH = 2048, 4  # 8192 tokens a micro-batch
+
+Step = Callable[[int], Any]
+
+
+def _loop(model: torch.nn.Module, num_micro: int, update: Callable[[], Any]) -> Step:
+    data = batches(4 * num_micro, MICRO_BATCH, SEQ_LENGTH)
+
+    def step(index: int) -> None:
+        for micro in range(num_micro):
+            tokens = data[(index * num_micro + micro) % len(data)]
+            (model(input_ids=tokens, labels=tokens).loss / num_micro).backward()
+        update()
+
+    return step
+
+
+def forebay(num_micro: int, **options: Any) -> tuple[Step, Callable[[], dict[str, Any]]]:
+    """Train with forebay.AdamW."""
+    from forebay import AdamW
+
+    model = llama_1b()
+    optimizer = AdamW(model.parameters(), **ADAM, **options)
+    optimizer.attach(model)
+    optimizer.allocate()
+
+    def update() -> None:
+        optimizer.clip_grad_norm_(MAX_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def extra() -> dict[str, Any]:
+        ledger = optimizer.engine.ledger
+        host = ledger.num_bytes("pinned") + ledger.num_bytes("pageable")
+        num_params = sum(param.numel() for param in model.parameters())
+        return {"host_gib": host / GIB, "host_bytes_per_param": host / num_params}
+
+    return _loop(model, num_micro, update), extra
+
+
+def plain(num_micro: int) -> tuple[Step, None]:
+    """Train with fp32 masters on the GPU and torch's fused AdamW, the usual mixed-precision recipe."""
+    model = llama_1b()
+    params = list(model.parameters())
+    masters = [torch.nn.Parameter(param.detach().float()) for param in params]
+    optimizer = torch.optim.AdamW(masters, **ADAM, fused=True)
+
+    def update() -> None:
+        for master, param in zip(masters, params, strict=True):
+            master.grad = param.grad.float()
+            param.grad = None
+        torch.nn.utils.clip_grad_norm_(masters, MAX_NORM)
+        optimizer.step()
+        with torch.no_grad():
+            torch._foreach_copy_([param.data for param in params], [master.data for master in masters])
+        optimizer.zero_grad()
+
+    return _loop(model, num_micro, update), None
+
+
+def megatron(num_micro: int, fraction: float, overlap: bool) -> tuple[Step, None]:
+    """Train with Megatron Core's HybridDeviceOptimizer; its CPU side is torch's fused AdamW."""
+    from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
+
+    model = llama_1b()
+
+    def cpu_adamw(params: Any, **kwargs: Any) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(params, fused=True, **kwargs)
+
+    optimizer = HybridDeviceOptimizer(
+        list(model.parameters()),
+        offload_fraction=fraction,
+        cpu_optimizer_cls=cpu_adamw,
+        gpu_optimizer_cls=torch.optim.AdamW,
+        param_update_in_fp32=True,
+        overlap_cpu_optimizer_d2h_h2d=overlap,
+        **ADAM,
+    )
+
+    def update() -> None:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+        optimizer.step()
+        model.zero_grad()
+
+    return _loop(model, num_micro, update), None
+
+
+def torchao(num_micro: int) -> tuple[Step, None]:
+    """Train with torchao's CPUOffloadOptimizer: bf16 state, no fp32 masters."""
+    from torchao.optim import CPUOffloadOptimizer
+
+    model = llama_1b()
+    optimizer = CPUOffloadOptimizer(model.parameters(), torch.optim.AdamW, offload_gradients=False, fused=True, **ADAM)
+
+    def update() -> None:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+        optimizer.step()
+        model.zero_grad()
+
+    return _loop(model, num_micro, update), None
+
+
+def deepspeed(num_micro: int, stage: int) -> tuple[Step, None]:
+    """Train with DeepSpeed ZeRO and its CPU Adam."""
+    import deepspeed as ds
+
+    model = llama_1b()
+    zero: dict[str, Any] = {
+        "stage": stage,
+        "offload_optimizer": {"device": "cpu", "pin_memory": True},
+        "overlap_comm": True,
+        "contiguous_gradients": True,
+    }
+    config = {
+        "train_micro_batch_size_per_gpu": MICRO_BATCH,
+        "gradient_accumulation_steps": num_micro,
+        "bf16": {"enabled": True},
+        "gradient_clipping": MAX_NORM,
+        "zero_optimization": zero,
+        "optimizer": {"type": "AdamW", "params": ADAM},
+        "steps_per_print": 10**9,
+    }
+    engine, *_ = ds.initialize(model=model, model_parameters=model.parameters(), config=config)
+    data = batches(4 * num_micro, MICRO_BATCH, SEQ_LENGTH)
+
+    def step(index: int) -> None:
+        for micro in range(num_micro):
+            tokens = data[(index * num_micro + micro) % len(data)]
+            engine.backward(engine(input_ids=tokens, labels=tokens).loss)
+            engine.step()
+
+    return step, None
+
+
+def fsdp2(num_micro: int) -> tuple[Step, None]:
+    """Train with FSDP2's CPUOffloadPolicy on one rank, each decoder layer a group of its own."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+
+    dist.init_process_group("cpu:gloo,cuda:nccl", rank=0, world_size=1, store=dist.HashStore())
+    mesh = init_device_mesh("cuda", (1,))
+    model = llama_1b("cpu", torch.float32)
+    policy = {
+        "mesh": mesh,
+        "offload_policy": CPUOffloadPolicy(pin_memory=True),
+        "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16),
+    }
+    for layer in model.model.layers:
+        fully_shard(layer, **policy)
+    fully_shard(model, **policy)
+    for buffer_name, buffer in list(model.named_buffers()):
+        owner = model.get_submodule(buffer_name.rpartition(".")[0])
+        setattr(owner, buffer_name.rpartition(".")[2], buffer.cuda())
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True, **ADAM)
+
+    def update() -> None:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return _loop(model, num_micro, update), None
+
+
+SYSTEMS: dict[str, Callable[..., Any]] = {
+    "forebay": forebay,
+    "none": plain,
+    "megatron": megatron,
+    "torchao": torchao,
+    "deepspeed": deepspeed,
+    "fsdp2": fsdp2,
+}
+
+
+def configurations() -> list[dict[str, Any]]:
+    """Return what is compared, in the order it is run."""
+    ours = [
+        {"system": "forebay", "offload_fraction": fraction, "placement": placement}
+        for fraction, placement in [
+            (0.0, "auto"),
+            (0.25, "auto"),
+            (0.5, "auto"),
+            (0.75, "auto"),
+            (1.0, "auto"),
+            (1.0, "streamed"),
+            (1.0, "host"),
+        ]
+    ]
+    peers: list[dict[str, Any]] = [{"system": "none"}]
+    peers += [{"system": "megatron", "fraction": f, "overlap": False} for f in (0.25, 0.5, 0.75, 1.0)]
+    peers += [{"system": "megatron", "fraction": 1.0, "overlap": True}]
+    peers += [{"system": "torchao"}, {"system": "deepspeed", "stage": 2}, {"system": "deepspeed", "stage": 3}]
+    return [*ours, *peers, {"system": "fsdp2"}]
+
+
+def run_one(spec: dict[str, Any]) -> dict[str, Any]:
+    """Measure one configuration in this process."""
+    warnings.filterwarnings("ignore")
+    spec = dict(spec)
+    system, num_micro = spec.pop("system"), spec.pop("num_micro")
+    num_warmup, num_steps = spec.pop("num_warmup"), spec.pop("num_steps")
+    step, extra = SYSTEMS[system](num_micro, **spec)
+    result: dict[str, Any] = measure(step, num_warmup=num_warmup, num_steps=num_steps)
+    if extra is not None:
+        result |= extra()
+    return result
+
+
+def main() -> None:
+    """Measure all configurations, print a table and write the CSV."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--one", help="measure this JSON configuration in this process (used internally)")
+    parser.add_argument("--output", type=Path, default=Path("benchmarks/results/optimizer.csv"))
+    parser.add_argument("--only", default="", help="comma-separated systems")
+    parser.add_argument("--configs", default="", help="a JSON list of configurations instead of the default ones")
+    parser.add_argument("--tokens", type=int, default=8192, help="tokens a step, a multiple of 8192")
+    parser.add_argument("--num-warmup", type=int, default=5)
+    parser.add_argument("--num-steps", type=int, default=10)
+    parser.add_argument("--timeout-s", type=int, default=150)
+    arguments = parser.parse_args()
+    if arguments.one:
+        print(json.dumps(run_one(json.loads(arguments.one))), flush=True)
+        return
+    chosen = json.loads(arguments.configs) if arguments.configs else configurations()
+    if arguments.only:
+        chosen = [spec for spec in chosen if spec["system"] in arguments.only.split(",")]
+    rows = []
+    for spec in chosen:
+        request = spec | {
+            "num_micro": arguments.tokens // (SEQ_LENGTH * MICRO_BATCH),
+            "num_warmup": arguments.num_warmup,
+            "num_steps": arguments.num_steps,
+        }
+        result = run_apart(__file__, ["--one", json.dumps(request)], timeout_s=arguments.timeout_s)
+        row = {"system": spec["system"], "options": json.dumps({k: v for k, v in spec.items() if k != "system"})}
+        rows.append(row | {"tokens": arguments.tokens} | result | environment())
+        shown = f"{result['step_ms']:8.1f} ms  {result['peak_gib']:6.2f} GiB" if "step_ms" in result else result
+        print(f"{row['system']:10s} {row['options']:60s} {shown}", flush=True)
+        write_csv(arguments.output, rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,144 @@
+"""The share whose state lives on the host and visits the device to be updated there.
+
+A chunk's visit: copy up, update on the compute lane, copy down. Visits may begin during backward, into memory
+that activations have left, and end during the next forward; how many bytes may be on the device at a time is
+the caller's to say.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+from collections.abc import Sequence
+
+import torch
+
+from forebay.engine import Buffer, Engine, Event, Lane
+from forebay.optim.chunk_state import ChunkState
+from forebay.optim.layout import Chunk
+from forebay.optim.shares import Share, StepContext, allocate_on_host, init_masters, is_active, update_segments
+
+
+@dataclasses.dataclass
+class _Visit:
+    """A chunk's state on the device.
+
+    Attributes:
+        state: which chunk.
+        buffer: where it is.
+        event: while it arrives, its copy up; while it leaves, its copy down.
+    """
+
+    state: ChunkState
+    buffer: Buffer
+    event: Event
+
+
+class StreamedShare(Share):
+    """State on the host that is updated on the device.
+
+    Args:
+        engine: what moves it.
+        num_slots: how many chunks may be on the device at once however little memory there is: one being
+            updated, one arriving and one leaving make a pipeline.
+        pinned: pin the host memory.
+    """
+
+    def __init__(self, engine: Engine, *, num_slots: int, pinned: bool) -> None:
+        super().__init__(engine)
+        self._num_slots = num_slots
+        self._pinned = pinned
+        self._slabs: list[Buffer] = []
+        self._slot_bytes = 0
+        self._expected: list[ChunkState] = []  # what the coming step will update, if it is like the last
+        self._arriving: deque[_Visit] = deque()  # the first of `_expected`, in order
+        self._leaving: deque[_Visit] = deque()
+
+    def extend(self, chunks: Sequence[Chunk], first_row: int, params: Sequence[torch.Tensor]) -> None:
+        """See :meth:`Share.extend`."""
+        states = allocate_on_host(self.engine, chunks, first_row, self._slabs, pinned=self._pinned)
+        for state in states:
+            init_masters(state, params)
+        self.chunks += states
+        self._slot_bytes = max((state.num_bytes for state in self.chunks), default=0)
+
+    @property
+    def on_device_bytes(self) -> int:
+        """Device memory that visits hold."""
+        return self._slot_bytes * (len(self._arriving) + len(self._leaving))
+
+    def prefetch(self, limit_bytes: int) -> None:
+        """Begin visits of the coming step while all visits together stay within ``limit_bytes``."""
+        while len(self._arriving) < len(self._expected) and self.on_device_bytes + self._slot_bytes <= limit_bytes:
+            self._arriving.append(self._fetch(self._expected[len(self._arriving)], self._new_slot()))
+
+    def shrink(self, limit_bytes: int) -> None:
+        """End visits until they hold at most ``limit_bytes``; the compute lane waits for their copies."""
+        while self._leaving and self.on_device_bytes > limit_bytes:
+            self._end(self._leaving.popleft())
+        while self._arriving and self.on_device_bytes > limit_bytes:
+            # A backward that no step followed. Nothing was changed, so there is nothing to bring back.
+            self._end(self._arriving.pop())
+
+    def _end(self, visit: _Visit) -> None:
+        # Without the wait the compute lane's next tensor could lie in memory that a copy still uses.
+        self.engine.wait(Lane.COMPUTE, visit.event)
+        visit.buffer.release()
+
+    def _new_slot(self) -> tuple[Buffer, Event]:
+        # All slots are of one size so that any can be reused for any chunk.
+        buffer = self.engine.empty_device(self._slot_bytes, "staging")
+        # The allocator gave this memory to the compute lane, which may still be using it for what it held
+        # before: the first copy up waits for that.
+        return buffer, self.engine.record(Lane.COMPUTE)
+
+    def _slot(self, limit_bytes: int) -> tuple[Buffer, Event]:
+        allowed = max(limit_bytes, self._num_slots * self._slot_bytes)
+        if self._leaving and self.on_device_bytes + self._slot_bytes > allowed:
+            visit = self._leaving.popleft()
+            return visit.buffer, visit.event
+        return self._new_slot()
+
+    def _fetch(self, state: ChunkState, slot: tuple[Buffer, Event]) -> _Visit:
+        buffer, free = slot
+        # `free` may be the copy down that empties the slot; without the wait this copy would overwrite state
+        # that has not reached the host yet.
+        self.engine.wait(Lane.UP, free)
+        if state.written is not None:
+            # The last copy down of this very chunk; else old state would come back.
+            self.engine.wait(Lane.UP, state.written)
+        self.engine.copy(Lane.UP, buffer.tensor[: state.num_bytes], state.region)
+        return _Visit(state, buffer, self.engine.record(Lane.UP))
+
+    def step(self, context: StepContext) -> dict[int, Event]:
+        """See :meth:`Share.step`; visits stay on the device until :meth:`shrink`, within ``context.limit_bytes``."""
+        engine = self.engine
+        active = [state for state in self.chunks if is_active(state.chunk, context)]
+        for state in active:
+            while self._arriving and self._arriving[0].state is not state:
+                # It was expected and has no gradient after all.
+                self._end(self._arriving.popleft())
+            visit = self._arriving.popleft() if self._arriving else self._fetch(state, self._slot(context.limit_bytes))
+            # The update reads what the copy up brings.
+            engine.wait(Lane.COMPUTE, visit.event)
+            region = visit.buffer.tensor[: state.num_bytes]
+            update_segments(state, region, context, engine, "streamed update")
+            # The copy down reads what the update writes.
+            engine.wait(Lane.DOWN, engine.record(Lane.COMPUTE))
+            engine.copy(Lane.DOWN, state.region, region)
+            state.written = engine.record(Lane.DOWN)
+            self._leaving.append(_Visit(state, visit.buffer, state.written))
+        while self._arriving:
+            self._end(self._arriving.popleft())
+        self._expected = active
+        return {}
+
+    def settle(self) -> None:
+        """See :meth:`Share.settle`. State that was fetched ahead is dropped, so that it cannot become stale."""
+        while self._arriving:
+            visit = self._arriving.popleft()
+            visit.event.synchronize()
+            self._end(visit)
+        for state in self.chunks:
+            if state.written is not None:
+                state.written.synchronize()

@@ -1,0 +1,1 @@
+"""Training: data, models, the step loop, checkpoints and metrics."""

@@ -1,0 +1,139 @@
+"""The optimizer of a run, from its configuration, and what it will hold on each tier."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from forebay.config.schema import Config, OptimizerConfig
+from forebay.engine import Engine
+
+
+def effective_fraction(config: OptimizerConfig) -> float:
+    """Return the share of the optimizer state on the host: 0 unless ``optimizer_cpu_offload`` is on."""
+    return config.optimizer_offload_fraction if config.optimizer_cpu_offload else 0.0
+
+
+def uses_torch_classes(config: OptimizerConfig) -> bool:
+    """Return whether the host share is updated by ``torch.optim``, in the drop-in class."""
+    return config.optimizer_cpu_offload and config.use_torch_optimizer_for_cpu_offload
+
+
+def parameter_groups(model: torch.nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Return two groups of named parameters: matrices are decayed, vectors (norms and biases) are not."""
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    if not trained:
+        raise ValueError("no parameter of the model requires a gradient, so there is nothing to train")
+    groups = [
+        {"params": [(name, p) for name, p in trained if p.dim() >= 2], "weight_decay": weight_decay},
+        {"params": [(name, p) for name, p in trained if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def build_optimizer(config: Config, model: torch.nn.Module, engine: Engine) -> torch.optim.Optimizer:
+    """Return the optimizer for ``model``, attached to it, with its state allocated where it can be.
+
+    Raises:
+        ValueError: for settings that the optimizer cannot honour.
+        HostMemoryError: when the host share does not fit.
+    """
+    options = config.optimizer
+    groups = parameter_groups(model, options.weight_decay)
+    betas = (options.adam_beta1, options.adam_beta2)
+    if uses_torch_classes(options):
+        from forebay.optim.hybrid import HybridDeviceOptimizer
+
+        return HybridDeviceOptimizer(
+            _without_names(groups),
+            offload_fraction=options.optimizer_offload_fraction,
+            cpu_optimizer_cls=torch.optim.AdamW,
+            gpu_optimizer_cls=torch.optim.AdamW,
+            param_update_in_fp32=True,
+            pin_cpu_grads=options.pin_cpu_grads,
+            pin_cpu_params=options.pin_cpu_params,
+            overlap_cpu_optimizer_d2h_h2d=options.overlap_cpu_optimizer_d2h_h2d,
+            lr=options.lr,
+            betas=betas,
+            eps=options.adam_eps,
+        )
+    from forebay.optim.adamw import AdamW
+
+    optimizer = AdamW(
+        groups,
+        lr=options.lr,
+        betas=betas,
+        eps=options.adam_eps,
+        engine=engine,
+        **_adamw_options(options),
+    )
+    # Before allocating: the order in which the modules come decides what lives where.
+    optimizer.attach(model)
+    optimizer.allocate()
+    return optimizer
+
+
+def optimizer_plan(
+    config: Config, params: Sequence[torch.Tensor], *, fraction: float | None = None
+) -> dict[str, dict[str, int]]:
+    """Return the bytes the optimizer will hold, per tier and purpose, without allocating.
+
+    Args:
+        config: of the run.
+        params: the trained parameters in the model's order, on any device, meta included.
+        fraction: plan for this share on the host. Default None: the configured one.
+    """
+    options = config.optimizer
+    if fraction is None:
+        fraction = effective_fraction(options)
+    if uses_torch_classes(options):
+        return _hybrid_plan(options, params, fraction)
+    from forebay.optim.adamw import plan_memory
+
+    return plan_memory(params, **{**_adamw_options(options), "offload_fraction": fraction})
+
+
+def _adamw_options(options: OptimizerConfig) -> dict[str, Any]:
+    if options.pin_cpu_grads != options.pin_cpu_params:
+        raise ValueError(
+            f"optimizer.pin_cpu_grads={options.pin_cpu_grads} with optimizer.pin_cpu_params="
+            f"{options.pin_cpu_params}: forebay.AdamW pins both or neither; set them equal, or set "
+            "optimizer.use_torch_optimizer_for_cpu_offload=True"
+        )
+    return {
+        "offload_fraction": effective_fraction(options),
+        "placement": options.placement,
+        "overlap": options.overlap_cpu_optimizer_d2h_h2d,
+        "pinned": options.pin_cpu_params,
+    }
+
+
+def _hybrid_plan(
+    options: OptimizerConfig, params: Sequence[torch.Tensor], fraction: float
+) -> dict[str, dict[str, int]]:
+    plan: dict[str, dict[str, int]] = {"device": {}, "pinned": {}, "pageable": {}}
+
+    def add(tier: str, purpose: str, num_bytes: int) -> None:
+        if num_bytes:
+            plan[tier][purpose] = plan[tier].get(purpose, 0) + num_bytes
+
+    target = fraction * sum(p.numel() for p in params)
+    offloaded = 0
+    for param in params:
+        # Two fp32 moments, and an fp32 copy of every parameter that is not fp32 itself.
+        state_bytes = param.numel() * (8 + (4 if param.dtype != torch.float32 else 0))
+        if offloaded < target:
+            offloaded += param.numel()
+            own_bytes = param.numel() * param.element_size()
+            add("pageable", "optimizer_state", state_bytes)
+            add("pinned" if options.pin_cpu_params else "pageable", "weights", own_bytes)
+            add("pinned" if options.pin_cpu_grads else "pageable", "gradients", own_bytes)
+        else:
+            add("device", "optimizer_state", state_bytes)
+    return plan
+
+
+def _without_names(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{**group, "params": [p for _, p in group["params"]]} for group in groups]
