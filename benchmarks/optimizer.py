@@ -220,8 +220,15 @@ def run_one(spec: dict[str, Any]) -> dict[str, Any]:
     spec = dict(spec)
     system, num_micro = spec.pop("system"), spec.pop("num_micro")
     num_warmup, num_steps = spec.pop("num_warmup"), spec.pop("num_steps")
+    trace = spec.pop("trace", None)
     step, extra = SYSTEMS[system](num_micro, **spec)
     result: dict[str, Any] = measure(step, num_warmup=num_warmup, num_steps=num_steps)
+    if trace:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            for index in range(3):
+                step(num_warmup + num_steps + index)
+            torch.cuda.synchronize()
+        profile.export_chrome_trace(trace)
     if extra is not None:
         result |= extra()
     return result

@@ -157,6 +157,17 @@ def test_reads_do_not_conflict_with_reads():
         source.sum()
 
 
+def test_a_speculative_copy_may_be_overtaken_by_a_write_but_not_overtake_one():
+    engine = SimEngine(0)
+    with engine.watch():
+        source = torch.ones(8)
+        with pytest.raises(RaceError, match="copy down on lane 'down' reads"):
+            engine.copy(Lane.DOWN, torch.empty(8), source, speculative=True)
+        engine.wait(Lane.DOWN, engine.record(Lane.COMPUTE))
+        engine.copy(Lane.DOWN, engine.empty_host(32, "other").view(torch.float32, 8), source, speculative=True)
+        source.zero_()
+
+
 def test_python_may_read_after_synchronize_only():
     engine = SimEngine(0)
     buffer = engine.empty_host(4 * NUM_ELEMENTS, "gradients")

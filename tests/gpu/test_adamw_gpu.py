@@ -120,7 +120,9 @@ def test_resumes_bit_for_bit_without_a_memory_spike(fraction, placement):
     other, resumed = make(1)
     other.load_state_dict(saved["model"])
     resumed.load_state_dict(saved["optimizer"])
-    own = sum(p.nbytes for p in other.parameters()) + sum(plan_memory(other.parameters(), offload_fraction=fraction)["device"].values())
+    own = sum(p.nbytes for p in other.parameters()) + sum(
+        plan_memory(other.parameters(), offload_fraction=fraction)["device"].values()
+    )
     assert torch.cuda.max_memory_allocated() - before < own + 64 * 2**20
     expected = train(model, optimizer, num_steps=4, first_step=4)
     assert torch.equal(train(other, resumed, num_steps=4, first_step=4), expected)

@@ -224,6 +224,39 @@ class TestSemantics:
         assert torch.equal(losses, expected)
         assert_bitwise(actual, expected_weights)
 
+    @pytest.mark.parametrize("seed", SEEDS)
+    @pytest.mark.parametrize("placement", ["streamed", "host"])
+    def test_gradients_sent_early_are_sent_again_when_they_change(self, placement, seed):
+        """Steps that differ from the one before in every way that a guess about the last backward can be wrong."""
+
+        def go(engine, **kwargs):
+            model = build()
+            optimizer = optimizer_for(model, engine, placement=placement, **kwargs)
+            optimizer.attach(model)
+            with engine.watch():
+                for step, num_backwards in enumerate([1, 1, 3, 1, 2, 2, 1, 1, 1]):
+                    for micro in range(num_backwards):
+                        loss_of(model, batch(10 * step + micro)).backward()
+                    if step == 3:  # gradients dropped, not by the optimizer, and made again
+                        for param in model.parameters():
+                            param.grad = None
+                        loss_of(model, batch(10 * step + 5)).backward()
+                    if step == 5:  # a step left out
+                        optimizer.zero_grad(set_to_none=False)
+                        continue
+                    if step == 6:
+                        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+                    if step == 7:
+                        model.head.weight.grad.mul_(2.0)
+                    optimizer.step()
+                    optimizer.zero_grad(set_to_none=step % 2 == 0)
+            optimizer.synchronize()
+            engine.synchronize()
+            return weights(model)
+
+        expected = go(SimEngine(0), offload_fraction=1.0, overlap=False)
+        assert_bitwise(go(SimEngine(seed), offload_fraction=1.0), expected)
+
     def test_closure_runs_once_with_gradients_enabled(self):
         model = build()
         optimizer = optimizer_for(model, offload_fraction=1.0)
@@ -461,6 +494,12 @@ class TestErrors:
         [
             ({"offload_fraction": 1.5}, "offload_fraction must be between 0.0 and 1.0, got 1.5"),
             ({"placement": "gpu"}, "unknown placement 'gpu'; choose one of auto, streamed, host"),
+            ({"host_share": 2.0}, "host_share must be between 0.0 and 1.0, got 2.0"),
+            (
+                {"host_share": 0.5, "placement": "host"},
+                "host_share=0.5 divides what is offloaded, which placement='host'",
+            ),
+            ({"staging_gib": -1.0}, "staging_gib must not be negative, got -1.0"),
             ({"lr": -1.0}, "lr must not be negative, got -1.0"),
             ({"betas": (1.0, 0.9)}, r"betas must be at least 0 and below 1, got \(1.0, 0.9\)"),
             ({"eps": -1e-8}, "eps must not be negative"),

@@ -18,6 +18,9 @@ TINY = [
     "dataset.seq_length=16",
     "dataset.eval_fraction=0.0",
     "logger.tensorboard=False",
+    "logger.log_interval=1",
+    "optimizer.optimizer_cpu_offload=False",
+    "optimizer.optimizer_offload_fraction=0.0",
     "optimizer.lr=1e-2",
     "optimizer.min_lr=1e-3",
     "optimizer.lr_warmup_iters=2",
@@ -45,7 +48,9 @@ def resolved(tmp_path, text):
     """Returns a function from overrides to a resolved configuration of a model that trains in milliseconds."""
 
     def make(*overrides, recipe="tiny_llama_demo"):
-        places = [f"dataset.path={text}", f"logger.folder={tmp_path / 'run'}"]
-        return resolve(recipe, [*TINY, *places, *overrides])
+        places = [f"dataset.path={text}", f"logger.output_dir={tmp_path / 'run'}"]
+        from_folder = any(override.startswith("model.path=") for override in overrides)
+        base = [word for word in TINY if not (from_folder and word.startswith("model."))]
+        return resolve(recipe, [*base, *places, *overrides])
 
     return make

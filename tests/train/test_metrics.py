@@ -39,7 +39,7 @@ def test_line():
         "step 1/20 | loss 2.5000 | norm 1.250 | lr 3.00e-04 | 12,346 tok/s | 100 ms | gpu 1.50/2.00 GiB 25% | "
         "host 3.00 GiB | pinned 0.50 GiB | down 50.0 up 48.0 GB/s | host update 12 ms | stall 0 ms"
     )
-    assert "device 1.50/2.00 GiB | host" in step_line(_metrics(device_total_gib=None), 20)
+    assert "device tier 1.50 GiB | host" in step_line(_metrics(device_total_gib=None), 20)
     assert "loss nan" in step_line(_metrics(loss=math.nan), 20)
 
 

@@ -38,6 +38,11 @@ def test_warm_up_only():
     assert learning_rate_factor(5, warmup_steps=5, decay_steps=5, min_factor=0.0) == 0.0
 
 
+def test_warm_up_longer_than_the_decay_is_finished_first():
+    rates = _rates("cosine", warmup=8, decay=4, steps=10)
+    assert rates == pytest.approx([k / 8 for k in range(1, 9)] + [0.1, 0.1])
+
+
 def test_groups_keep_their_ratio():
     parameters = [torch.nn.Parameter(torch.zeros(1)) for _ in range(2)]
     optimizer = torch.optim.SGD([{"params": parameters[:1]}, {"params": parameters[1:], "lr": 0.5}], lr=1.0)
@@ -50,7 +55,7 @@ def test_groups_keep_their_ratio():
     [
         ({"style": "exponential"}, "unknown learning-rate decay 'exponential'; choose one of cosine, linear, constant"),
         ({"min_lr": 2.0}, "optimizer.lr=1.0 and optimizer.min_lr=2.0: need 0 <= min_lr <= lr"),
-        ({"warmup_steps": 11}, "warm-up of 11 steps does not fit 10 steps of training"),
+        ({"warmup_steps": -1}, "optimizer.lr_warmup_iters=-1 must not be negative"),
     ],
 )
 def test_bad_settings(changed, message):

@@ -44,5 +44,5 @@ def get_engine(device: torch.device | str, kind: str = "auto") -> Engine:
             else:
                 from forebay.engine.sim import SimEngine
 
-                _engines[key] = SimEngine(poison=False)
+                _engines[key] = SimEngine(checked=False)
         return _engines[key]

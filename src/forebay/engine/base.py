@@ -144,11 +144,18 @@ class Engine(abc.ABC):
         """Let work enqueued on ``lane`` from now on start only after ``event``. Never blocks Python."""
 
     @abc.abstractmethod
-    def copy(self, lane: Lane, destination: torch.Tensor, source: torch.Tensor) -> None:
+    def copy(self, lane: Lane, destination: torch.Tensor, source: torch.Tensor, *, speculative: bool = False) -> None:
         """Enqueue a copy between the tiers on ``DOWN`` or ``UP``.
 
         Both tensors are contiguous and of equal dtype and number of elements. The engine keeps both alive
         until the copy is done; ordering it against other lanes is the caller's.
+
+        Args:
+            lane: where to enqueue it.
+            destination: what is written.
+            source: what is read.
+            speculative: the source may be overwritten while it is read; the caller will notice, and not use
+                what arrived.
         """
 
     @abc.abstractmethod

@@ -62,11 +62,12 @@ class _Event(torch.cuda.Event):
 
 @dataclasses.dataclass
 class _InUse:
-    """What a lane's work up to an event uses, and the compute stream whose allocator owns it."""
+    """What a lane's work up to an event uses, and the compute stream whose allocator owns the device part."""
 
     event: _Event
     compute_stream: int
-    objects: list[object]
+    on_device: list[torch.Tensor]
+    on_host: list[object]
 
 
 class CudaEngine(Engine):
@@ -96,7 +97,7 @@ class CudaEngine(Engine):
         self._streams = {lane: torch.cuda.Stream(self.device) for lane in SIDE_LANES}
         self._log = TaskLog()
         # What the copies and tasks enqueued since a lane's last event use; it moves to that event.
-        self._open: dict[Lane, list[object]] = {lane: [] for lane in SIDE_LANES}
+        self._open: dict[Lane, tuple[list[torch.Tensor], list[object]]] = {lane: ([], []) for lane in SIDE_LANES}
         self._in_use: dict[Lane, deque[_InUse]] = {lane: deque() for lane in SIDE_LANES}
         self._num_events = dict.fromkeys(Lane, 0)
         self._retired: deque[tuple[Sequence[Event], object]] = deque()
@@ -113,10 +114,10 @@ class CudaEngine(Engine):
         event.record(self._stream(lane))
         self._num_events[lane] += 1
         event.lane, event.position = lane, self._num_events[lane]
-        if lane is not Lane.COMPUTE and self._open[lane]:
+        if lane is not Lane.COMPUTE and any(self._open[lane]):
             compute_stream = torch.cuda.current_stream(self.device).cuda_stream
-            self._in_use[lane].append(_InUse(event, compute_stream, self._open[lane]))
-            self._open[lane] = []
+            self._in_use[lane].append(_InUse(event, compute_stream, *self._open[lane]))
+            self._open[lane] = ([], [])
         self._poll()
         return event
 
@@ -126,15 +127,16 @@ class CudaEngine(Engine):
         stream = self._stream(lane)
         stream.wait_event(event)
         if lane is Lane.COMPUTE and event.lane is not Lane.COMPUTE:
-            # From here on the compute stream comes after that work, so its allocator may have the memory
-            # back at once; holding it until the event has really passed would raise the peak.
-            in_use = self._in_use[event.lane]
-            while in_use and in_use[0].event.position <= event.position:
-                if in_use[0].compute_stream != stream.cuda_stream:
+            # From here on the compute stream comes after that work, so its allocator may have device memory
+            # back at once; holding it until the event has really passed would raise the peak. Host memory has
+            # no such order: it stays until the event passes.
+            for in_use in self._in_use[event.lane]:
+                if in_use.event.position > event.position:
                     break
-                in_use.popleft()
+                if in_use.compute_stream == stream.cuda_stream:
+                    in_use.on_device.clear()
 
-    def copy(self, lane: Lane, destination: torch.Tensor, source: torch.Tensor) -> None:
+    def copy(self, lane: Lane, destination: torch.Tensor, source: torch.Tensor, *, speculative: bool = False) -> None:
         """See :meth:`Engine.copy`."""
         assert lane in (Lane.DOWN, Lane.UP), lane
         assert destination.dtype == source.dtype, (destination.dtype, source.dtype)
@@ -144,9 +146,11 @@ class CudaEngine(Engine):
             self._delays.on_stream(stream)
         with torch.cuda.stream(stream), torch.no_grad():
             destination.view(-1).copy_(source.view(-1), non_blocking=True)
-        # Without this reference the caching allocator could give the device side to another tensor of the
-        # compute stream while this copy still reads or writes it.
-        self._open[lane] += [destination, source]
+        # Without a reference the caching allocator could give the device side to another tensor of the compute
+        # stream, or the host side be unmapped, while this copy still uses it.
+        on_device, on_host = self._open[lane]
+        for tensor in (destination, source):
+            (on_device if tensor.is_cuda else on_host).append(tensor)
 
     def host_task(
         self, task: HostTask, reads: Iterable[torch.Tensor] = (), writes: Iterable[torch.Tensor] = ()
@@ -163,7 +167,7 @@ class CudaEngine(Engine):
         if self._delays is not None:
             self._delays.on_host(self._launch)
         self._launch(task.function_address, task.argument_address)
-        self._open[Lane.HOST].append(task)
+        self._open[Lane.HOST][1].append(task)
 
     def _launch(self, function: int, argument: int) -> None:
         code = self._runtime.cudaLaunchHostFunc(self._streams[Lane.HOST].cuda_stream, function, argument)
@@ -178,7 +182,7 @@ class CudaEngine(Engine):
         torch.cuda.current_stream(self.device).synchronize()
         for lane in SIDE_LANES:
             self._streams[lane].synchronize()
-            self._open[lane].clear()
+            self._open[lane] = ([], [])
             self._in_use[lane].clear()
         self._poll()
         self._log.check()

@@ -18,7 +18,7 @@ from forebay.optim import device_update, layout, state_dict
 from forebay.optim.chunk_state import PARAM_DTYPES, region_bytes
 from forebay.optim.device_update import GroupValues, StepScalars
 from forebay.optim.gates import Gates
-from forebay.optim.host_share import HostShare
+from forebay.optim.host_share import CONTROL_BYTES, HostShare
 from forebay.optim.layout import Chunk, ParamSpec, Placement
 from forebay.optim.shares import DeviceShare, Share, StepContext
 from forebay.optim.streamed_share import StreamedShare
@@ -32,13 +32,13 @@ DEFAULT_CHUNK_ELEMENTS = 16 * 2**20 - 9 * 1024
 # Copies and host updates run side by side; see docs/log.md for the measurement this share comes from.
 _AUTO_HOST_SHARE = 0.4
 _NUM_STREAM_SLOTS = 3
-_NUM_GRAD_SLOTS = 8
 
 
 @dataclasses.dataclass(frozen=True)
 class _Options:
     offload_fraction: float
     placement: str
+    host_share: float | None
     overlap: bool
     staging_gib: float
     pinned: bool
@@ -53,13 +53,25 @@ class _Options:
             )
         if self.placement not in PLACEMENTS:
             raise ValueError(f"unknown placement {self.placement!r}; choose one of {', '.join(PLACEMENTS)}")
+        if self.host_share is not None and not 0.0 <= self.host_share <= 1.0:
+            raise ValueError(
+                f"host_share must be between 0.0 and 1.0, got {self.host_share}: it is the part of what is offloaded "
+                "that the host updates"
+            )
+        if self.host_share is not None and self.placement != "auto":
+            raise ValueError(
+                f"host_share={self.host_share} divides what is offloaded, which placement={self.placement!r} does too; "
+                "give one of them"
+            )
         if not self.staging_gib >= 0.0:
             raise ValueError(f"staging_gib must not be negative, got {self.staging_gib}")
         if self.chunk_elements < 4096:
             raise ValueError(f"chunk_elements must be at least 4096, got {self.chunk_elements}")
 
-    def host_share(self, device: torch.device) -> float:
-        """Return the share of the offloaded part that is updated on the host."""
+    def host_share_on(self, device: torch.device) -> float:
+        """Return the share of the offloaded part that is updated on the host when training on ``device``."""
+        if self.host_share is not None:
+            return self.host_share
         auto = _AUTO_HOST_SHARE if device.type != "cpu" else 0.0
         return {"auto": auto, "streamed": 0.0, "host": 1.0}[self.placement]
 
@@ -86,6 +98,8 @@ class AdamW(Optimizer):
         placement: how the offloaded share is held: ``"streamed"`` is updated on the device, bitwise equal to
             no offload; ``"host"`` is updated by the host kernel. Default ``"auto"``: both, divided so that they
             take equally long (on a CPU, where nothing is gained by it, all streamed).
+        host_share: fix the share of the offloaded part that the host updates, 0 to 1, instead of ``placement``.
+            Default None.
         overlap: let transfers run under other work. Default True.
         staging_gib: device memory, in GiB, that visiting state may add to the highest peak of a step; below
             that peak it uses what is free anyway. Default 0.0.
@@ -109,6 +123,7 @@ class AdamW(Optimizer):
         maximize: bool = False,
         offload_fraction: float = 0.0,
         placement: str = "auto",
+        host_share: float | None = None,
         overlap: bool = True,
         staging_gib: float = 0.0,
         pinned: bool = True,
@@ -117,7 +132,7 @@ class AdamW(Optimizer):
         engine: Engine | None = None,
     ) -> None:
         self._options = _Options(
-            offload_fraction, placement, overlap, staging_gib, pinned, skip_nonfinite, chunk_elements
+            offload_fraction, placement, host_share, overlap, staging_gib, pinned, skip_nonfinite, chunk_elements
         )
         defaults = {
             "lr": lr,
@@ -137,6 +152,8 @@ class AdamW(Optimizer):
         self._numbers: dict[torch.Tensor, int] = {}
         self._versions: list[tuple[int, int]] = []
         self._shares: dict[Placement, Share] = {}
+        self._num_backwards: list[int] = []  # gradients accumulated for each parameter since the last step
+        self._expected_backwards: list[int] = []  # and in the step before
         self._num_rows = 0
         self._scalars: StepScalars | None = None
         self._gates = Gates(self._tick)
@@ -233,8 +250,11 @@ class AdamW(Optimizer):
             scalars.steps[: len(self._scalars.steps)] = self._scalars.steps
         self._scalars = scalars
         self._versions += [_version(param) for param in new]
-        if self._options.overlap and self._streamed.chunks:
-            self._tide = self._tide or Tide(self.engine, int(self._options.staging_gib * 2**30))
+        self._num_backwards += [0] * len(new)
+        self._expected_backwards += [0] * len(new)
+        if self._options.overlap and (self._streamed.chunks or self._host.chunks):
+            if self._streamed.chunks and self._tide is None:
+                self._tide = Tide(self.engine, int(self._options.staging_gib * 2**30))
             for number, param in enumerate(new, first_param):
                 if param.requires_grad:
                     self._hooks.append(param.register_post_accumulate_grad_hook(_GradHook(self, number)))
@@ -245,14 +265,34 @@ class AdamW(Optimizer):
         assert isinstance(share, StreamedShare)
         return share
 
-    def _tick(self, key: int) -> None:
-        """Begin an interval of the tide: a module's forward, or what follows a gradient (then ``key`` < 0)."""
+    @property
+    def _host(self) -> HostShare:
+        share = self._shares[Placement.HOST]
+        assert isinstance(share, HostShare)
+        return share
+
+    def _tick(self, key: int) -> int:
+        """Begin an interval of the tide; return the bytes that visits may hold until the update."""
         if self._tide is None:
-            return
+            return 0
         hold_bytes, prefetch_bytes = self._tide.tick(key)
         self._streamed.shrink(hold_bytes)
-        if key < 0:
-            self._streamed.prefetch(prefetch_bytes)
+        return prefetch_bytes
+
+    def _after_gradient(self, number: int) -> None:
+        self._num_backwards[number] += 1
+        self._host.forget_sent(number)
+        if self._num_backwards[number] == self._expected_backwards[number]:
+            grad = self._tensors[number].grad
+            assert grad is not None
+            self._host.send_early(number, grad)
+        # Modules have keys from 0 up.
+        self._streamed.prefetch(self._tick(-2 - number))
+
+    def _end_backwards(self) -> None:
+        if self._tensors:
+            self._host.forget_sent()
+            self._num_backwards = [0] * len(self._tensors)
 
     def _make_shares(self) -> dict[Placement, Share]:
         options, engine = self._options, self.engine
@@ -261,13 +301,7 @@ class AdamW(Optimizer):
             Placement.STREAMED: StreamedShare(
                 engine, num_slots=_NUM_STREAM_SLOTS if options.overlap else 1, pinned=options.pinned
             ),
-            Placement.HOST: HostShare(
-                engine,
-                self._names,
-                num_slots=_NUM_GRAD_SLOTS if options.overlap else 1,
-                pinned_grads=options.pinned,
-                pinned_weights=options.pinned,
-            ),
+            Placement.HOST: HostShare(engine, self._names, pinned=options.pinned),
         }
 
     # Using it
@@ -310,14 +344,18 @@ class AdamW(Optimizer):
         context = StepContext(
             self._tensors, grads, groups, group_of, self._scalars, self._grad_scale, skip, limit_bytes
         )
-        # Host updates first: they take longest, and what the device does next runs beside them.
+        # Host updates first: they take longest, and what the device does next runs beside them. Their results go
+        # up last: they wait for the host, and copies up that need not would queue behind them.
         for placement in (Placement.HOST, Placement.STREAMED, Placement.DEVICE):
-            for number, event in self._shares[placement].step(context).items():
-                self._gates.close(self._tensors[number], event, self.engine)
+            self._shares[placement].step(context)
+        for number, event in self._host.upload(context).items():
+            self._gates.close(self._tensors[number], event, self.engine)
         for number, grad in enumerate(grads):
             if grad is not None:
                 torch.autograd.graph.increment_version(self._tensors[number])
                 self._versions[number] = _version(self._tensors[number])
+        self._expected_backwards = self._num_backwards
+        self._end_backwards()
         attached = self._options.overlap and self._gates.attached
         if not attached:
             self.synchronize()
@@ -388,9 +426,7 @@ class AdamW(Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset gradients; a clip coefficient computed from them is dropped too."""
         self._grad_scale = self._norm = None
-        if not set_to_none:
-            # Copies down may still read the gradients that are zeroed in place.
-            self.synchronize()
+        self._end_backwards()
         super().zero_grad(set_to_none)
 
     def attach(self, model: torch.nn.Module) -> None:
@@ -489,12 +525,12 @@ class _GradHook:
 
     def __init__(self, optimizer: AdamW, number: int) -> None:
         self._optimizer = weakref.ref(optimizer)
-        self._key = -2 - number
+        self._number = number
 
     def __call__(self, param: torch.Tensor) -> None:
         optimizer = self._optimizer()
         if optimizer is not None:
-            optimizer._tick(self._key)
+            optimizer._after_gradient(self._number)
 
 
 def plan_memory(
@@ -503,6 +539,7 @@ def plan_memory(
     device: torch.device | str = "cuda",
     offload_fraction: float = 0.0,
     placement: str = "auto",
+    host_share: float | None = None,
     overlap: bool = True,
     pinned: bool = True,
     chunk_elements: int = DEFAULT_CHUNK_ELEMENTS,
@@ -514,7 +551,7 @@ def plan_memory(
         device: the device that will train.
         offload_fraction: see :class:`AdamW`, as for the other arguments.
     """
-    options = _Options(offload_fraction, placement, overlap, 0.0, pinned, False, chunk_elements)
+    options = _Options(offload_fraction, placement, host_share, overlap, 0.0, pinned, False, chunk_elements)
     chunks = _divide(list(params), options, torch.device(device), 0)
     by_placement = {p: [chunk for chunk in chunks if chunk.placement is p] for p in Placement}
     state = {p: sum(region_bytes(chunk) for chunk in own) for p, own in by_placement.items()}
@@ -536,7 +573,8 @@ def plan_memory(
     add("pageable", "optimizer_state", state[Placement.HOST])
     weights = [chunk.num_elements * chunk.dtype.itemsize for chunk in by_placement[Placement.HOST]]
     add(copied, "weights", sum(weights))
-    add(copied, "gradients", max(weights, default=0) * min(_NUM_GRAD_SLOTS if overlap else 1, len(weights)))
+    add(copied, "gradients", sum(weights))
+    add(copied, "other", CONTROL_BYTES if weights else 0)
     return plan
 
 
@@ -544,7 +582,7 @@ def _divide(params: Sequence[torch.Tensor], options: _Options, device: torch.dev
     return layout.divide(
         [ParamSpec(param.numel(), param.dtype) for param in params],
         offload_fraction=options.offload_fraction,
-        host_share=options.host_share(device),
+        host_share=options.host_share_on(device),
         chunk_elements=options.chunk_elements,
         first_param=first_param,
     )

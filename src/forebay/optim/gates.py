@@ -25,7 +25,7 @@ class Gates:
         module_order: parameters in the order in which the model registers them, numbered.
     """
 
-    def __init__(self, tick: Callable[[int], None] = lambda key: None) -> None:
+    def __init__(self, tick: Callable[[int], object] = lambda key: None) -> None:
         self.attached = False
         self._tick = tick
         self._keys: dict[torch.nn.Module, int] = {}

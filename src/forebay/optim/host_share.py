@@ -1,7 +1,9 @@
 """The share whose state lives on the host and is updated there by the host kernel.
 
 Per parameter element 2 bytes of gradient go down and 2 bytes of weight come up (for bf16); the state itself
-never moves. Gradients land in a ring of slots, so that they cost a bounded amount of host memory.
+never moves. A gradient goes down as soon as the last backward of a step has made it. Which backward is the last
+is learned from the step before; a wrong guess is noticed, because a gradient that changed after it was sent has
+another version, and the gradient is sent again.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from forebay.optim.shares import Share, StepContext, allocate_on_host, init_mast
 
 # Two sets of hyperparameters: Python fills one while the tasks of the step before still read the other.
 _NUM_PHASES = 2
+CONTROL_BYTES = _NUM_PHASES * 64
 
 
 @dataclasses.dataclass
@@ -29,15 +32,19 @@ class _HostChunk:
     Attributes:
         state: the chunk and its region.
         weights: flat, the chunk's weights on the host, current after every update.
+        grads: flat, where its gradients land.
         steps: fp32 (segments,), updates each segment has had.
         label: names its parameters in errors and traces.
+        updated: the last update, after which ``grads`` may be overwritten.
         tasks: one for each combination of segments with a gradient, phase and controls.
     """
 
     state: ChunkState
     weights: torch.Tensor
+    grads: torch.Tensor
     steps: torch.Tensor
     label: str
+    updated: Event | None = None
     tasks: dict[tuple[object, ...], kernels.UpdateTask] = dataclasses.field(default_factory=dict)
 
 
@@ -47,28 +54,19 @@ class HostShare(Share):
     Args:
         engine: what moves gradients and weights and runs the kernel.
         names: of all parameters, by number; grows with :meth:`extend`.
-        num_slots: gradient slots in the ring.
-        pinned_grads: pin the gradient slots.
-        pinned_weights: pin the host copies of the weights.
+        pinned: pin the gradients and the host copies of the weights.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        names: Sequence[str],
-        *,
-        num_slots: int,
-        pinned_grads: bool,
-        pinned_weights: bool,
-    ) -> None:
+    def __init__(self, engine: Engine, names: Sequence[str], *, pinned: bool) -> None:
         super().__init__(engine)
         self._names = names
-        self._num_slots = num_slots
-        self._pinned_grads = pinned_grads
-        self._pinned_weights = pinned_weights
+        self._pinned = pinned
         self._slabs: list[Buffer] = []
-        self._grad_slots: list[Buffer] = []
-        self._slot_free: list[Event | None] = []
+        self._places: dict[int, list[tuple[_HostChunk, Segment, int]]] = {}
+        # Gradients that went down during backward, with their version then. Holding them keeps their addresses
+        # from being reused, so a gradient at the same address is the same one.
+        self._sent: dict[int, tuple[torch.Tensor, int]] = {}
+        self._all_sent: Event | None = None
         self._host_chunks: list[_HostChunk] = []
         self._controls: list[torch.Tensor] = []
         self._hypers: list[list[kernels.Hyper]] = [[] for _ in range(_NUM_PHASES)]
@@ -81,37 +79,38 @@ class HostShare(Share):
             return
         # The state never moves, so it need not be pinned.
         states = allocate_on_host(self.engine, chunks, first_row, self._slabs, pinned=False)
-        weights_slab = self.engine.empty_host(
-            sum(chunk.num_elements * chunk.dtype.itemsize for chunk in chunks),
-            "weights",
-            pinned=self._pinned_weights,
-        )
-        self._slabs.append(weights_slab)
-        start = 0
-        for state in states:
-            chunk = state.chunk
-            init_masters(state, params)
-            weights = weights_slab.view(chunk.dtype, chunk.num_elements, start)
-            start += weights.nbytes
-            label = ", ".join(dict.fromkeys(self._names[segment.param] for segment in chunk.segments))
-            self._host_chunks.append(_HostChunk(state, weights, torch.zeros(len(chunk.segments)), f"update of {label}"))
-            self.chunks.append(state)
-        self._download(self._host_chunks[-len(states) :], params)
-        self._make_slots()
-
-    def _make_slots(self) -> None:
-        most = max(chunk.weights.nbytes for chunk in self._host_chunks)
-        for buffer in self._grad_slots:
-            buffer.release()
-        self._grad_slots = [
-            self.engine.empty_host(most, "gradients", pinned=self._pinned_grads)
-            for _ in range(min(self._num_slots, len(self._host_chunks)))
-        ]
-        self._slot_free = [None] * len(self._grad_slots)
         if not self._controls:
-            slab = self.engine.empty_host(_NUM_PHASES * 64, "other", pinned=self._pinned_grads)
-            self._slabs.append(slab)
+            slab = self._allocate(CONTROL_BYTES, "other")
             self._controls = [slab.view(torch.float32, 2, phase * 64) for phase in range(_NUM_PHASES)]
+        num_bytes = sum(chunk.num_elements * chunk.dtype.itemsize for chunk in chunks)
+        weights, grads = self._allocate(num_bytes, "weights"), self._allocate(num_bytes, "gradients")
+        start = 0
+        new = []
+        for state in states:
+            init_masters(state, params)
+            new.append(self._host_chunk(state, weights, grads, start))
+            start += new[-1].weights.nbytes
+        self._host_chunks += new
+        self.chunks += states
+        self._download(new, params)
+
+    def _allocate(self, num_bytes: int, purpose: str) -> Buffer:
+        self._slabs.append(self.engine.empty_host(num_bytes, purpose, pinned=self._pinned))
+        return self._slabs[-1]
+
+    def _host_chunk(self, state: ChunkState, weights: Buffer, grads: Buffer, start: int) -> _HostChunk:
+        chunk = state.chunk
+        names = dict.fromkeys(self._names[segment.param] for segment in chunk.segments)
+        host_chunk = _HostChunk(
+            state,
+            weights.view(chunk.dtype, chunk.num_elements, start),
+            grads.view(chunk.dtype, chunk.num_elements, start),
+            torch.zeros(len(chunk.segments)),
+            f"update of {', '.join(names)}",
+        )
+        for segment, offset in zip(chunk.segments, chunk.offsets, strict=True):
+            self._places.setdefault(segment.param, []).append((host_chunk, segment, offset))
+        return host_chunk
 
     def step_counter(self, number: int, index: int, scalars: StepScalars) -> torch.Tensor:
         """See :meth:`Share.step_counter`; the host kernel counts by itself."""
@@ -132,27 +131,85 @@ class HostShare(Share):
                 engine.copy(Lane.DOWN, weight, flat(params[segment.param], segment))
         engine.record(Lane.DOWN).synchronize()
 
-    def step(self, context: StepContext) -> dict[int, Event]:
+    def step(self, context: StepContext) -> None:
         """See :meth:`Share.step`."""
         engine = self.engine
         if not any(is_active(chunk.state.chunk, context) for chunk in self._host_chunks):
-            return {}
+            return
         phase = self._num_steps % _NUM_PHASES
         self._num_steps += 1
         done = self._phase_done[phase]
         if done is not None:
             # The tasks of two steps ago read the hyperparameters and controls written below.
             done.synchronize()
+        active = [chunk for chunk in self._host_chunks if is_active(chunk.state.chunk, context)]
         # Gradients, norm and skip flag are computed on the compute lane.
         engine.wait(Lane.DOWN, engine.record(Lane.COMPUTE))
+        for number in self._places:
+            grad = context.grads[number]
+            if grad is not None and not self._is_sent(number, grad):
+                self._send(number, grad)
+        self.forget_sent()
         self._send_controls(context, phase)
         self._set_hypers(context, phase)
-        gates: dict[int, Event] = {}
-        for index, chunk in enumerate(self._host_chunks):
-            if is_active(chunk.state.chunk, context):
-                uploaded = self._update_chunk(chunk, index % len(self._grad_slots), phase, context)
-                gates.update((segment.param, uploaded) for segment in chunk.state.chunk.segments)
+        self._all_sent = engine.record(Lane.DOWN)
+        # The kernel reads what the copies bring.
+        engine.wait(Lane.HOST, self._all_sent)
+        for chunk in active:
+            self._update_chunk(chunk, phase, context)
         self._phase_done[phase] = engine.record(Lane.HOST)
+
+    def send_early(self, number: int, grad: torch.Tensor) -> None:
+        """Send a parameter's gradient down, during backward; it is not expected to change any more."""
+        if number in self._places and grad.is_contiguous():
+            # The copy reads what backward has just written.
+            self.engine.wait(Lane.DOWN, self.engine.record(Lane.COMPUTE))
+            self._send(number, grad.detach().view(-1), speculative=True)
+            self._sent[number] = (grad.detach(), grad._version)
+
+    def forget_sent(self, number: int | None = None) -> None:
+        """Send a parameter's gradient (all, by default) again in the coming step."""
+        if number is None:
+            self._sent.clear()
+        else:
+            self._sent.pop(number, None)
+
+    def _is_sent(self, number: int, grad: torch.Tensor) -> bool:
+        sent, version = self._sent.get(number, (None, 0))
+        return sent is not None and sent.data_ptr() == grad.data_ptr() and grad._version == version
+
+    def _send(self, number: int, grad: torch.Tensor, *, speculative: bool = False) -> None:
+        for chunk, segment, offset in self._places[number]:
+            if chunk.updated is not None:
+                # The last step's update of this chunk may still read the gradients that this overwrites.
+                self.engine.wait(Lane.DOWN, chunk.updated)
+            target = chunk.grads[offset : offset + segment.num_elements]
+            part = grad[segment.start : segment.stop]
+            self.engine.copy(Lane.DOWN, target, part, speculative=speculative)
+
+    def upload(self, context: StepContext) -> dict[int, Event]:
+        """Enqueue the copies up of updated weights; return per parameter number the event to wait for.
+
+        Apart from :meth:`step` so that other copies up, which need not wait for the host, can go first.
+        """
+        gates: dict[int, Event] = {}
+        if self._all_sent is not None:
+            # From now on gradients may be zeroed, or their memory used for something else.
+            self.engine.wait(Lane.COMPUTE, self._all_sent)
+            self._all_sent = None
+        for chunk in self._host_chunks:
+            layout = chunk.state.chunk
+            if not is_active(layout, context):
+                continue
+            assert chunk.updated is not None
+            # The copies read the weights that the kernel writes. It came after this step's gradients, hence
+            # after every use of the old weights on the compute lane.
+            self.engine.wait(Lane.UP, chunk.updated)
+            for segment, weight in _segment_views(layout, chunk.weights):
+                if context.grads[segment.param] is not None:
+                    self.engine.copy(Lane.UP, flat(context.params[segment.param], segment), weight)
+            uploaded = self.engine.record(Lane.UP)
+            gates.update((segment.param, uploaded) for segment in layout.segments)
         return gates
 
     def _set_hypers(self, context: StepContext, phase: int) -> None:
@@ -167,44 +224,21 @@ class HostShare(Share):
             if source is not None:
                 self.engine.copy(Lane.DOWN, target, source)
 
-    def _update_chunk(self, chunk: _HostChunk, slot: int, phase: int, context: StepContext) -> Event:
-        engine, layout = self.engine, chunk.state.chunk
-        free = self._slot_free[slot]
-        if free is not None:
-            # The kernel that last read this slot; without the wait it would read this chunk's gradients.
-            engine.wait(Lane.DOWN, free)
+    def _update_chunk(self, chunk: _HostChunk, phase: int, context: StepContext) -> None:
+        layout = chunk.state.chunk
         active = tuple(context.grads[segment.param] is not None for segment in layout.segments)
-        grad_views = []
-        for segment, has_grad, offset in zip(layout.segments, active, layout.offsets, strict=True):
-            grad = context.grads[segment.param]
-            if has_grad:
-                assert grad is not None
-                view = self._grad_slots[slot].view(grad.dtype, segment.num_elements, offset * grad.itemsize)
-                engine.copy(Lane.DOWN, view, grad[segment.start : segment.stop])
-                grad_views.append(view)
-        # The kernel reads the gradients that the copies bring.
-        engine.wait(Lane.HOST, engine.record(Lane.DOWN))
-        task = self._task(chunk, active, phase, grad_views, context)
-        engine.host_task(
-            task,
-            reads=[*grad_views, self._controls[phase]],
+        self.engine.host_task(
+            self._task(chunk, active, phase, context),
+            reads=[chunk.grads, self._controls[phase]],
             writes=[chunk.state.region, chunk.weights, chunk.steps],
         )
-        self._slot_free[slot] = engine.record(Lane.HOST)
-        # The copies up read the weights that the kernel writes. It came after this step's gradients, hence
-        # after every use of the old weights on the compute lane.
-        engine.wait(Lane.UP, self._slot_free[slot])
-        for (segment, weight), has_grad in zip(_segment_views(layout, chunk.weights), active, strict=True):
-            if has_grad:
-                engine.copy(Lane.UP, flat(context.params[segment.param], segment), weight)
-        return engine.record(Lane.UP)
+        chunk.updated = self.engine.record(Lane.HOST)
 
     def _task(
         self,
         chunk: _HostChunk,
         active: tuple[bool, ...],
         phase: int,
-        grads: Sequence[torch.Tensor],
         context: StepContext,
     ) -> kernels.UpdateTask:
         has_scale, has_skip = context.grad_scale is not None, context.skip is not None
@@ -213,10 +247,10 @@ class HostShare(Share):
         if task is None:
             fields = chunk.state.segment_fields(chunk.state.region)
             weights = _segment_views(chunk.state.chunk, chunk.weights)
-            remaining = iter(grads)
+            grads = _segment_views(chunk.state.chunk, chunk.grads)
             segments = [
                 kernels.Segment(
-                    grad=next(remaining),
+                    grad=grads[index][1],
                     param=weight,
                     exp_avg=fields[index]["exp_avg"],
                     exp_avg_sq=fields[index]["exp_avg_sq"],

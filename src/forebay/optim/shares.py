@@ -1,7 +1,7 @@
 """The three shares of an optimizer's state, one class per placement, each knowing how to update its chunks.
 
 A share only enqueues: nothing here blocks Python in a steady step. What a step needs to know is in
-:class:`StepContext`; what it leaves behind is in ``gates``, the events after which a weight is current.
+:class:`StepContext`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
-from forebay.engine import Buffer, Engine, Event
+from forebay.engine import Buffer, Engine
 from forebay.optim import device_update
 from forebay.optim.chunk_state import ChunkState, flat, region_bytes, rows_of
 from forebay.optim.device_update import GroupValues, StepScalars
@@ -60,8 +60,8 @@ class Share(abc.ABC):
         """Allocate state for more chunks, zero moments, masters equal to the parameters."""
 
     @abc.abstractmethod
-    def step(self, context: StepContext) -> dict[int, Event]:
-        """Enqueue the update of all chunks; return per parameter number the event to wait for, if any."""
+    def step(self, context: StepContext) -> None:
+        """Enqueue the update of all chunks."""
 
     @abc.abstractmethod
     def settle(self) -> None:
@@ -136,11 +136,10 @@ class DeviceShare(Share):
             init_masters(state, params)
             self.chunks.append(state)
 
-    def step(self, context: StepContext) -> dict[int, Event]:
+    def step(self, context: StepContext) -> None:
         """See :meth:`Share.step`."""
         for state in self.chunks:
             update_segments(state, state.region, context, self.engine, "device update")
-        return {}
 
     def settle(self) -> None:
         """See :meth:`Share.settle`; the compute lane orders everything here."""

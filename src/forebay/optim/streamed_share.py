@@ -110,7 +110,7 @@ class StreamedShare(Share):
         self.engine.copy(Lane.UP, buffer.tensor[: state.num_bytes], state.region)
         return _Visit(state, buffer, self.engine.record(Lane.UP))
 
-    def step(self, context: StepContext) -> dict[int, Event]:
+    def step(self, context: StepContext) -> None:
         """See :meth:`Share.step`; visits stay on the device until :meth:`shrink`, within ``context.limit_bytes``."""
         engine = self.engine
         active = [state for state in self.chunks if is_active(state.chunk, context)]
@@ -131,7 +131,6 @@ class StreamedShare(Share):
         while self._arriving:
             self._end(self._arriving.popleft())
         self._expected = active
-        return {}
 
     def settle(self) -> None:
         """See :meth:`Share.settle`. State that was fetched ahead is dropped, so that it cannot become stale."""

@@ -136,7 +136,7 @@ class MetricsLog:
         folder: where to write.
         first_step: the first step that will be logged; later ones left by an earlier run that this one goes
             back behind are dropped.
-        tensorboard: also write TensorBoard event files.
+        tensorboard: also write TensorBoard event files, if it is installed.
     """
 
     def __init__(self, folder: Path, *, first_step: int, tensorboard: bool) -> None:

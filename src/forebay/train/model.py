@@ -43,8 +43,8 @@ def load_hf_config(fields: dict[str, Any] | None, folder: str | None) -> Any:
         raise ValueError(f"transformers rejects the model configuration: {error}") from error
 
 
-def build_on_meta(hf_config: Any, dtype: torch.dtype) -> Any:
-    """Return the model without memory, to count and to plan with.
+def build_on_meta(hf_config: Any, dtype: torch.dtype, *, attention: str = "sdpa") -> Any:
+    """Return the model without memory, to count and to plan with; see :func:`build_on_device`.
 
     Raises:
         ValueError: when transformers has no causal language model of this type, or cannot build this one.
@@ -58,13 +58,19 @@ def build_on_meta(hf_config: Any, dtype: torch.dtype) -> Any:
         )
     try:
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(hf_config, dtype=dtype)
+            return AutoModelForCausalLM.from_config(hf_config, dtype=dtype, attn_implementation=attention)
     except (ValueError, RuntimeError, TypeError, ZeroDivisionError, AttributeError) as error:
         raise ValueError(f"transformers cannot build this {hf_config.model_type} model: {error}") from error
 
 
 def build_on_device(
-    hf_config: Any, dtype: torch.dtype, device: torch.device, *, seed: int, folder: str | None = None
+    hf_config: Any,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    seed: int,
+    folder: str | None = None,
+    attention: str = "sdpa",
 ) -> Any:
     """Return the model on ``device`` in training mode.
 
@@ -77,6 +83,7 @@ def build_on_device(
         device: where they live.
         seed: of random weights; sets torch's generators.
         folder: a local checkpoint to load. Default None: random weights.
+        attention: transformers' implementation, ``"sdpa"`` or ``"eager"``.
 
     Raises:
         ValueError: when the folder's weights cannot be loaded or do not cover the model.
@@ -87,13 +94,18 @@ def build_on_device(
     torch.manual_seed(seed)
     if folder is None:
         with torch.device(device):
-            model = AutoModelForCausalLM.from_config(hf_config, dtype=dtype)
+            model = AutoModelForCausalLM.from_config(hf_config, dtype=dtype, attn_implementation=attention)
         return model.train()
     logging.disable_progress_bar()
     path = str(Path(folder).expanduser())
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            path, config=hf_config, local_files_only=True, dtype=dtype, output_loading_info=True
+            path,
+            config=hf_config,
+            local_files_only=True,
+            dtype=dtype,
+            attn_implementation=attention,
+            output_loading_info=True,
         )
     except Exception as error:  # damaged safetensors raise exceptions of their own
         raise ValueError(f"model.path={folder}: the weights cannot be loaded ({error})") from error

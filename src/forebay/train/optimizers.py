@@ -10,6 +10,8 @@ import torch
 from forebay.config.schema import Config, OptimizerConfig
 from forebay.engine import Engine
 
+SGD_MOMENTUM = 0.9  # Megatron's default
+
 
 def effective_fraction(config: OptimizerConfig) -> float:
     """Return the share of the optimizer state on the host: 0 unless ``optimizer_cpu_offload`` is on."""
@@ -17,7 +19,9 @@ def effective_fraction(config: OptimizerConfig) -> float:
 
 
 def uses_torch_classes(config: OptimizerConfig) -> bool:
-    """Return whether the host share is updated by ``torch.optim``, in the drop-in class."""
+    """Return whether ``torch.optim`` does the updates, in the drop-in class, rather than ``forebay.AdamW``."""
+    if config.optimizer != "adamw":
+        return True
     return config.optimizer_cpu_offload and config.use_torch_optimizer_for_cpu_offload
 
 
@@ -42,47 +46,57 @@ def build_optimizer(config: Config, model: torch.nn.Module, engine: Engine) -> t
     """
     options = config.optimizer
     groups = parameter_groups(model, options.weight_decay)
-    betas = (options.adam_beta1, options.adam_beta2)
     if uses_torch_classes(options):
         from forebay.optim.hybrid import HybridDeviceOptimizer
 
+        optimizer_class, arguments = _torch_class(options)
         return HybridDeviceOptimizer(
-            _without_names(groups),
-            offload_fraction=options.optimizer_offload_fraction,
-            cpu_optimizer_cls=torch.optim.AdamW,
-            gpu_optimizer_cls=torch.optim.AdamW,
+            groups,
+            offload_fraction=effective_fraction(options),
+            cpu_optimizer_cls=optimizer_class,
+            gpu_optimizer_cls=optimizer_class,
             param_update_in_fp32=True,
             pin_cpu_grads=options.pin_cpu_grads,
             pin_cpu_params=options.pin_cpu_params,
             overlap_cpu_optimizer_d2h_h2d=options.overlap_cpu_optimizer_d2h_h2d,
-            lr=options.lr,
-            betas=betas,
-            eps=options.adam_eps,
+            engine=engine,
+            **arguments,
         )
     from forebay.optim.adamw import AdamW
 
     optimizer = AdamW(
         groups,
         lr=options.lr,
-        betas=betas,
+        betas=(options.adam_beta1, options.adam_beta2),
         eps=options.adam_eps,
+        staging_gib=options.optimizer_staging_gib,
         engine=engine,
         **_adamw_options(options),
     )
-    # Before allocating: the order in which the modules come decides what lives where.
-    optimizer.attach(model)
+    if effective_fraction(options) > 0:
+        # Before allocating: the order in which the modules come decides what lives where.
+        optimizer.attach(model)
     optimizer.allocate()
     return optimizer
 
 
+def _torch_class(options: OptimizerConfig) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+    if options.optimizer == "sgd":
+        return torch.optim.SGD, {"lr": options.lr, "momentum": SGD_MOMENTUM}
+    chosen: type[torch.optim.Optimizer] = torch.optim.AdamW if options.optimizer == "adamw" else torch.optim.Adam
+    betas = (options.adam_beta1, options.adam_beta2)
+    return chosen, {"lr": options.lr, "betas": betas, "eps": options.adam_eps}
+
+
 def optimizer_plan(
-    config: Config, params: Sequence[torch.Tensor], *, fraction: float | None = None
+    config: Config, params: Sequence[torch.Tensor], device: torch.device, *, fraction: float | None = None
 ) -> dict[str, dict[str, int]]:
     """Return the bytes the optimizer will hold, per tier and purpose, without allocating.
 
     Args:
         config: of the run.
         params: the trained parameters in the model's order, on any device, meta included.
+        device: that will train.
         fraction: plan for this share on the host. Default None: the configured one.
     """
     options = config.optimizer
@@ -92,19 +106,14 @@ def optimizer_plan(
         return _hybrid_plan(options, params, fraction)
     from forebay.optim.adamw import plan_memory
 
-    return plan_memory(params, **{**_adamw_options(options), "offload_fraction": fraction})
+    return plan_memory(params, device=device, **{**_adamw_options(options), "offload_fraction": fraction})
 
 
 def _adamw_options(options: OptimizerConfig) -> dict[str, Any]:
-    if options.pin_cpu_grads != options.pin_cpu_params:
-        raise ValueError(
-            f"optimizer.pin_cpu_grads={options.pin_cpu_grads} with optimizer.pin_cpu_params="
-            f"{options.pin_cpu_params}: forebay.AdamW pins both or neither; set them equal, or set "
-            "optimizer.use_torch_optimizer_for_cpu_offload=True"
-        )
+    assert options.pin_cpu_grads == options.pin_cpu_params, "a rule of forebay.config refuses this"
     return {
         "offload_fraction": effective_fraction(options),
-        "placement": options.placement,
+        "placement": options.optimizer_offload_placement,
         "overlap": options.overlap_cpu_optimizer_d2h_h2d,
         "pinned": options.pin_cpu_params,
     }
@@ -122,8 +131,9 @@ def _hybrid_plan(
     target = fraction * sum(p.numel() for p in params)
     offloaded = 0
     for param in params:
-        # Two fp32 moments, and an fp32 copy of every parameter that is not fp32 itself.
-        state_bytes = param.numel() * (8 + (4 if param.dtype != torch.float32 else 0))
+        # The moments are fp32, and every parameter that is not fp32 itself has an fp32 copy.
+        copy_bytes = 0 if param.dtype == torch.float32 else 4
+        state_bytes = param.numel() * ((4 if options.optimizer == "sgd" else 8) + copy_bytes)
         if offloaded < target:
             offloaded += param.numel()
             own_bytes = param.numel() * param.element_size()
@@ -133,7 +143,3 @@ def _hybrid_plan(
         else:
             add("device", "optimizer_state", state_bytes)
     return plan
-
-
-def _without_names(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [{**group, "params": [p for _, p in group["params"]]} for group in groups]

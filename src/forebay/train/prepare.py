@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from forebay.config import validate
 from forebay.config.hf import hf_config_dict
 from forebay.config.schema import Config
 from forebay.host.limits import check_host_memory
@@ -16,7 +18,6 @@ from forebay.train.data import Corpus, Sequences, load_corpus, split_corpus, uni
 from forebay.train.model import build_on_meta, load_hf_config, num_parameters, parameter_bytes
 from forebay.train.optimizers import optimizer_plan
 from forebay.train.schedule import check_schedule
-from forebay.train.supported import check_supported
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -55,18 +56,15 @@ class Prepared:
 
 
 def num_micro_batches(config: Config) -> int:
-    """Return how many micro-batches make a global batch.
+    """Return how many micro-batches make a global batch."""
+    count, rest = divmod(config.train.global_batch_size, config.train.micro_batch_size)
+    assert rest == 0, "a rule of forebay.config refuses this"
+    return count
 
-    Raises:
-        ValueError: when the sizes do not divide.
-    """
-    global_size, micro_size = config.train.global_batch_size, config.train.micro_batch_size
-    if micro_size < 1 or global_size < 1 or global_size % micro_size:
-        raise ValueError(
-            f"train.global_batch_size={global_size} is not a multiple of train.micro_batch_size={micro_size}; "
-            "the global batch is made of whole micro-batches"
-        )
-    return global_size // micro_size
+
+def data_seed(config: Config) -> int:
+    """Return the seed of the order of the sequences."""
+    return config.train.seed if config.dataset.seed is None else config.dataset.seed
 
 
 def schedule_settings(config: Config) -> dict[str, Any]:
@@ -112,16 +110,17 @@ def prepare(config: Config) -> Prepared:
         forebay.train.memory.DoesNotFitError: when device or host memory is too small.
         forebay.host.HostMemoryError: when less may be pinned than is needed.
     """
-    check_supported(config)
+    validate(config)
+    _check_one_process()
     micro_batches = num_micro_batches(config)
     device = resolve_device(config.train.device)
     dtype = DTYPES[config.model.params_dtype]
     folder = config.model.path
     hf_config = load_hf_config(None if folder else hf_config_dict(config.model), folder)
     check_schedule(**schedule_settings(config))
-    model = build_on_meta(hf_config, dtype)
+    model = build_on_meta(hf_config, dtype, attention=config.model.attn_implementation)
     params = [p for p in model.parameters() if p.requires_grad]
-    optimizer = optimizer_plan(config, params)
+    optimizer = optimizer_plan(config, params, device)
 
     # Memory before data: a model that is far too large is refused in seconds.
     tokens = config.train.micro_batch_size * config.dataset.seq_length
@@ -153,7 +152,7 @@ def prepare(config: Config) -> Prepared:
     train_tokens, eval_tokens = split_corpus(
         corpus.tokens, seq_length=seq_length, eval_fraction=config.dataset.eval_fraction
     )
-    without = optimizer_plan(config, params, fraction=0.0)
+    without = optimizer_plan(config, params, device, fraction=0.0)
     return Prepared(
         device=device,
         dtype=dtype,
@@ -161,13 +160,22 @@ def prepare(config: Config) -> Prepared:
         num_parameters=num_parameters(model),
         corpus=corpus,
         unigram_entropy=unigram_entropy(train_tokens),
-        train_sequences=Sequences(train_tokens, seq_length, seed=config.train.seed),
+        train_sequences=Sequences(train_tokens, seq_length, seed=data_seed(config)),
         eval_sequences=Sequences(eval_tokens, seq_length) if len(eval_tokens) else None,
         plan=plan,
         optimizer_device_bytes=sum(optimizer[memory.DEVICE].values()),
         optimizer_device_bytes_without_offload=sum(without[memory.DEVICE].values()),
         resume_from=resume_from,
     )
+
+
+def _check_one_process() -> None:
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    if world_size != 1:
+        raise ValueError(
+            f"started as one of {world_size} processes (WORLD_SIZE), but forebay train runs on one device, and "
+            "every process would train the same; start it without torchrun"
+        )
 
 
 def _check_fits(plan: memory.Plan, device: torch.device, micro_batches: int, config: Config) -> None:

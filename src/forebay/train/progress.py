@@ -6,19 +6,24 @@ import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TextIO
+from typing import Literal, TextIO
 
 from forebay.train.metrics import StepMetrics
+
+
+def size(num_bytes: float) -> str:
+    """Return bytes as GiB, or as MiB below a tenth of one."""
+    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**30 / 10 else f"{num_bytes / 2**20:.1f} MiB"
 
 
 def step_line(metrics: StepMetrics, total_steps: int) -> str:
     """Return one step as text, the figures people look at first in front."""
     m = metrics
-    device = f"{m.device_allocated_gib:.2f}/{m.device_reserved_gib:.2f} GiB"
-    if m.device_total_gib is not None:
-        device = f"gpu {device} {100 * m.device_reserved_gib / m.device_total_gib:.0f}%"
+    if m.device_total_gib is None:
+        device = f"device tier {size(m.device_allocated_gib * 2**30)}"
     else:
-        device = f"device {device}"
+        used = f"{m.device_allocated_gib:.2f}/{m.device_reserved_gib:.2f} GiB"
+        device = f"gpu {used} {100 * m.device_reserved_gib / m.device_total_gib:.0f}%"
     parts = [
         f"step {m.step}/{total_steps}",
         f"loss {m.loss:.4f}",
@@ -27,8 +32,8 @@ def step_line(metrics: StepMetrics, total_steps: int) -> str:
         f"{m.tokens_per_s:,.0f} tok/s",
         f"{m.step_ms:.0f} ms",
         device,
-        f"host {m.host_rss_gib:.2f} GiB",
-        f"pinned {m.pinned_gib:.2f} GiB",
+        f"host {size(m.host_rss_gib * 2**30)}",
+        f"pinned {size(m.pinned_gib * 2**30)}",
     ]
     if m.down_gbps is not None or m.up_gbps is not None:
         parts.append(f"down {m.down_gbps or 0:.1f} up {m.up_gbps or 0:.1f} GB/s")
@@ -45,8 +50,10 @@ class Progress:
     Args:
         total_steps: the last step's number.
         log_interval: steps between two lines; the last step always gets one.
+        mode: one line that is redrawn (``"live"``), one line a step (``"plain"``), nothing at all (``"none"``), or
+            live on a terminal and else plain (``"auto"``, default).
         log_file: gets every plain line. Default None: no file.
-        stream: default standard output. A terminal gets one line that is redrawn, anything else plain lines.
+        stream: default standard output.
     """
 
     def __init__(
@@ -54,6 +61,7 @@ class Progress:
         total_steps: int,
         *,
         log_interval: int = 1,
+        mode: Literal["auto", "live", "plain", "none"] = "auto",
         log_file: Path | None = None,
         stream: TextIO | None = None,
     ) -> None:
@@ -61,7 +69,8 @@ class Progress:
         self._log_interval = log_interval
         self._log = None if log_file is None else log_file.open("a", buffering=1)
         self._stream = sys.stdout if stream is None else stream
-        self._is_terminal = self._stream.isatty()
+        self._is_live = mode == "live" or (mode == "auto" and self._stream.isatty())
+        self._is_silent = mode == "none"
         self._live_length = 0
 
     def step(self, metrics: StepMetrics) -> None:
@@ -71,8 +80,8 @@ class Progress:
         line = step_line(metrics, self._total_steps)
         if self._log is not None:
             self._log.write(line + "\n")
-        if not self._is_terminal:
-            print(line, file=self._stream, flush=True)
+        if not self._is_live:
+            self._print(line)
             return
         # One column less than there are: a full line makes some terminals scroll.
         shown = line[: shutil.get_terminal_size().columns - 1]
@@ -84,7 +93,7 @@ class Progress:
         """Print lines that stay."""
         self._end_live_line()
         for line in lines:
-            print(line, file=self._stream, flush=True)
+            self._print(line)
             if self._log is not None:
                 self._log.write(line + "\n")
 
@@ -94,6 +103,10 @@ class Progress:
         if self._log is not None:
             self._log.close()
             self._log = None
+
+    def _print(self, line: str) -> None:
+        if not self._is_silent:
+            print(line, file=self._stream, flush=True)
 
     def _end_live_line(self) -> None:
         if self._live_length:

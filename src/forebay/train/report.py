@@ -8,6 +8,7 @@ import json
 import math
 import platform
 import statistics
+from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -18,16 +19,11 @@ import forebay
 from forebay.config.schema import Config
 from forebay.engine import Engine
 from forebay.host import kernels
-from forebay.train.memory import Plan, host_bytes
+from forebay.train.memory import DEVICE, PAGEABLE, PINNED, Plan, host_bytes
 from forebay.train.metrics import StepMetrics
 from forebay.train.optimizers import effective_fraction, uses_torch_classes
 from forebay.train.prepare import Prepared, num_micro_batches
-from forebay.train.progress import table
-
-
-def size(num_bytes: float) -> str:
-    """Return bytes as GiB, or MiB below a hundredth of one."""
-    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**30 / 100 else f"{num_bytes / 2**20:.2f} MiB"
+from forebay.train.progress import size, table
 
 
 def count(number: float) -> str:
@@ -46,12 +42,13 @@ def banner(config: Config, prepared: Prepared, engine: Engine) -> list[str]:
     options = config.optimizer
     fraction = effective_fraction(options)
     if uses_torch_classes(options):
-        how = f"{fraction:.0%} of the state on the host, torch.optim.AdamW there (HybridDeviceOptimizer)"
+        name = {"adamw": "AdamW", "adam": "Adam", "sgd": "SGD"}[options.optimizer]
+        how = f"torch.optim.{name} in HybridDeviceOptimizer, {fraction:.0%} of the state on the host"
     elif fraction:
-        how = f"{fraction:.0%} of the state on the host, placement {options.placement}, overlap "
+        how = f"forebay.AdamW, {fraction:.0%} of the state on the host, {options.optimizer_offload_placement}, overlap "
         how += "on" if options.overlap_cpu_optimizer_d2h_h2d else "off"
     else:
-        how = "all state on the device"
+        how = "forebay.AdamW, all state on the device"
     start = "random weights" if config.model.path is None else f"weights from {config.model.path}"
     if prepared.resume_from is not None:
         start = f"continues {prepared.resume_from}"
@@ -65,7 +62,7 @@ def banner(config: Config, prepared: Prepared, engine: Engine) -> list[str]:
         f"text       {prepared.corpus.description}, unigram entropy {prepared.unigram_entropy:.3f} nats",
         f"batch      {train.micro_batch_size} (micro) x {accumulation} (accumulated) = {train.global_batch_size} "
         f"sequences x {config.dataset.seq_length} = {tokens:,} tokens a step, {train.train_iters} steps",
-        f"optimizer  AdamW, {how}",
+        f"optimizer  {how}, {_schedule(config)}",
         *_memory_lines(prepared.plan),
     ]
 
@@ -77,15 +74,25 @@ def _device_name(device: torch.device) -> str:
     return f"cpu, {torch.get_num_threads()} threads"
 
 
+def _schedule(config: Config) -> str:
+    options = config.optimizer
+    warmup = ""
+    if options.lr_warmup_iters:
+        warmup = f", warm-up {options.lr_warmup_iters} steps"
+        if options.lr_warmup_iters > config.train.train_iters:
+            warmup += " (longer than the run)"
+    return f"lr {options.lr:g} {options.lr_decay_style}{warmup}"
+
+
 def _memory_lines(plan: Plan) -> list[str]:
-    lines = []
-    for tier, purposes in plan.items():
-        shown = [
-            f"{purpose.replace('_', ' ')} {size(num_bytes)}" for purpose, num_bytes in purposes.items() if num_bytes
-        ]
-        if shown:
-            lines.append(f"{tier:<10} " + ", ".join(shown))
-    return lines
+    host = [f"{tier}: {_purposes(plan[tier])}" for tier in (PINNED, PAGEABLE) if plan.get(tier)]
+    return [f"device     {_purposes(plan[DEVICE])}", "host       " + ("; ".join(host) or "nothing offloaded")]
+
+
+def _purposes(purposes: Mapping[str, int]) -> str:
+    return ", ".join(
+        f"{purpose.replace('_', ' ')} {size(num_bytes)}" for purpose, num_bytes in purposes.items() if num_bytes
+    )
 
 
 class History:
@@ -160,7 +167,10 @@ class Summary:
             ),
             ("optimizer on the host", size(self.optimizer_host_bytes)),
             ("peak on the device tier", size(self.device_peak_gib * 2**30)),
-            ("peak host memory", f"{self.host_peak_rss_gib:.2f} GiB, of it pinned {self.pinned_peak_gib:.2f} GiB"),
+            (
+                "peak host memory",
+                f"{size(self.host_peak_rss_gib * 2**30)}, of it pinned {size(self.pinned_peak_gib * 2**30)}",
+            ),
         ]
         return table(rows, f"steps {self.first_step} to {self.steps}")
 

@@ -17,7 +17,8 @@ def learning_rate_factor(
     """Return the learning rate of a step as a share of the peak.
 
     Rises linearly so that step ``warmup_steps - 1`` has the peak, then falls so that step ``decay_steps - 1``
-    and all later ones have the minimum. No step has rate 0 unless the minimum is 0.
+    and all later ones have the minimum. A warm-up longer than the decay is finished first. No step has rate 0
+    unless the minimum is 0.
 
     Args:
         step: from 0.
@@ -39,16 +40,16 @@ def check_schedule(*, lr: float, min_lr: float, warmup_steps: int, decay_steps: 
     """Check the arguments of :func:`build_scheduler`.
 
     Raises:
-        ValueError: for an unknown style, ``min_lr`` above ``lr``, or a warm-up longer than the decay.
+        ValueError: for an unknown style, ``min_lr`` above ``lr``, or a negative number of steps.
     """
     if style not in get_args(Style):
         raise ValueError(f"unknown learning-rate decay {style!r}; choose one of {', '.join(get_args(Style))}")
     if lr <= 0 or not 0 <= min_lr <= lr:
         raise ValueError(f"optimizer.lr={lr} and optimizer.min_lr={min_lr}: need 0 <= min_lr <= lr and lr > 0")
-    if not 0 <= warmup_steps <= decay_steps:
+    if warmup_steps < 0 or decay_steps < 1:
         raise ValueError(
-            f"learning-rate warm-up of {warmup_steps} steps does not fit {decay_steps} steps of training; "
-            "shorten the warm-up or train longer"
+            f"optimizer.lr_warmup_iters={warmup_steps} must not be negative, and the decay of {decay_steps} steps must "
+            "be positive"
         )
 
 

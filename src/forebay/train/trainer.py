@@ -6,26 +6,29 @@ import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any, TextIO
 
 import torch
 
+from forebay.config import Resolved, dump
 from forebay.config.schema import Config
 from forebay.engine import get_engine
 from forebay.host.ledger import Tier
 from forebay.train import checkpoint
 from forebay.train.interrupts import Interrupts
 from forebay.train.metrics import DeferredScalars, MemoryMeter, MetricsLog, StepMetrics
-from forebay.train.model import build_on_device, enable_full_recompute, language_model_loss, parameter_bytes
+from forebay.train.model import (
+    build_on_device,
+    enable_full_recompute,
+    language_model_loss,
+    parameter_bytes,
+)
 from forebay.train.optimizers import build_optimizer
-from forebay.train.prepare import num_micro_batches, prepare, schedule_settings
+from forebay.train.prepare import data_seed, num_micro_batches, prepare, schedule_settings
 from forebay.train.progress import Progress
 from forebay.train.report import History, banner, summarize
 from forebay.train.schedule import build_scheduler
 from forebay.train.state import load_optimizer, make_deterministic, rng_state, seed_everything, set_rng_state
-
-if TYPE_CHECKING:
-    from forebay.config import Resolved
 
 MAX_NONFINITE_STEPS = 3
 
@@ -58,7 +61,7 @@ class Trainer:
         self.step = 0
         self.position = 0  # sequences consumed since the start of training
         self.num_micro_batches = num_micro_batches(config)
-        self._folder = Path(config.logger.folder).expanduser()
+        self._folder = Path(config.logger.output_dir).expanduser()
         self._folder.mkdir(parents=True, exist_ok=True)
         if config.checkpoint.save is not None:
             self._checkpoints: Path | None = Path(config.checkpoint.save).expanduser()
@@ -66,14 +69,16 @@ class Trainer:
             self._checkpoints = None
 
         self.engine = get_engine(prepared.device, config.train.engine)
-        seed_everything(config.train.seed)
         self.model = build_on_device(
             prepared.hf_config,
             prepared.dtype,
             prepared.device,
-            seed=config.train.seed,
+            seed=config.train.seed if config.model.seed is None else config.model.seed,
             folder=config.model.path if prepared.resume_from is None else None,
+            attention=config.model.attn_implementation,
         )
+        # Behind the weights, so that dropout does not depend on how many random numbers they took.
+        seed_everything(config.train.seed)
         if config.model.recompute_granularity == "full":
             enable_full_recompute(self.model)
         if prepared.resume_from is not None:
@@ -89,11 +94,12 @@ class Trainer:
         self.progress = Progress(
             config.train.train_iters,
             log_interval=config.logger.log_interval,
+            mode=config.logger.progress,
             log_file=self._folder / "train.log",
             stream=stream,
         )
         self.progress.note(*banner(config, prepared, self.engine), *notes)
-        self._log = MetricsLog(self._folder, first_step=self.first_step, tensorboard=config.logger.tensorboard)
+        self._log = MetricsLog(self._folder, first_step=self.first_step, tensorboard=bool(config.logger.tensorboard))
         self._meter = MemoryMeter(self.engine)
         self._scalars = DeferredScalars(self.engine)
         self._rates: dict[int, float] = {}
@@ -243,7 +249,7 @@ class Trainer:
         return weakref.finalize(self, remove)
 
     def _order(self) -> list[int]:
-        return [self.config.train.seed, self.config.dataset.seq_length, self.prepared.train_sequences.num_blocks]
+        return [data_seed(self.config), self.config.dataset.seq_length, self.prepared.train_sequences.num_blocks]
 
     def _resume(self, folder: Path) -> list[str]:
         on_cuda = self.engine.device.type == "cuda"
@@ -256,7 +262,7 @@ class Trainer:
             self.position = int(data["position"])
             return [f"continues behind step {self.step}, sequence {self.position:,}"]
         return [
-            f"continues behind step {self.step}; the text, its split, train.seed or dataset.seq_length differs "
+            f"continues behind step {self.step}; the text, its split, the seed or dataset.seq_length differs "
             "from the checkpoint's, so the text is read from its start"
         ]
 
@@ -338,7 +344,7 @@ class Trainer:
 
 def train(resolved: Resolved) -> int:
     """Train what a resolved recipe describes and return the exit code: 0, or 130 after Ctrl-C."""
-    with Trainer(resolved.config, config_yaml=resolved.to_yaml()) as trainer:
+    with Trainer(resolved.config, config_yaml=dump(resolved)) as trainer:
         return trainer.run()
 
 

@@ -65,8 +65,21 @@ class ShadowMemory:
         self._storages: dict[int, tuple[StorageWeakRef, list[_Access]]] = {}
         self._next_sweep = 1024
 
-    def access(self, tensor: torch.Tensor, *, actor: str, time: int, clock: Clock, is_write: bool, label: str) -> None:
-        """Note an access by ``actor`` whose view of the past is ``clock``; raise RaceError on a conflict."""
+    def access(
+        self,
+        tensor: torch.Tensor,
+        *,
+        actor: str,
+        time: int,
+        clock: Clock,
+        is_write: bool,
+        label: str,
+        remember: bool = True,
+    ) -> None:
+        """Check an access by ``actor`` whose view of the past is ``clock``; raise RaceError on a conflict.
+
+        Unless ``remember`` is False, later accesses are checked against this one.
+        """
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key not in self._storages:
@@ -85,8 +98,8 @@ class ShadowMemory:
             covered = begin <= old.begin and old.end <= end
             if not (covered and ordered and (is_write or not old.is_write)):
                 kept.append(old)
-        kept.append(_Access(begin, end, actor, time, is_write, label))
-        accesses[:] = kept
+        if remember:
+            accesses[:] = [*kept, _Access(begin, end, actor, time, is_write, label)]
 
     def forget(self, tensor: torch.Tensor) -> None:
         """Drop what is known about the storage of ``tensor``."""
@@ -100,11 +113,11 @@ class ShadowMemory:
 
 
 def _byte_range(tensor: torch.Tensor) -> tuple[int, int]:
-    begin = tensor.storage_offset() * tensor.element_size()
+    begin = int(tensor.storage_offset()) * tensor.element_size()
     if tensor.numel() == 0:
         return begin, begin
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return begin, begin + (last + 1) * tensor.element_size()
+    return begin, begin + (int(last) + 1) * tensor.element_size()
 
 
 def _message(old: _Access, actor: str, is_write: bool, label: str) -> str:

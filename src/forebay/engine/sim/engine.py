@@ -62,16 +62,17 @@ class SimEngine(Engine):
         seed: draws when queued work runs. Seed 0 runs everything as late as possible, other seeds let some
             of it run early.
         device: the device tier's device, CPU by default.
-        poison: fill fresh and released memory with NaN. Default True; off for plain training on a CPU.
+        checked: check every access and fill fresh and released memory with NaN. Default True; off for plain
+            training on a CPU, where it would only cost time.
     """
 
     kind = "sim"
 
-    def __init__(self, seed: int = 0, device: torch.device | None = None, *, poison: bool = True) -> None:
+    def __init__(self, seed: int = 0, device: torch.device | None = None, *, checked: bool = True) -> None:
         self.device = torch.device("cpu") if device is None else device
         self.ledger = Ledger()
         self.seed = seed
-        self._poison = poison
+        self._checked = checked
         self._random = random.Random(seed)
         self._early = 0.0 if seed == 0 else self._random.choice([0.05, 0.3, 0.8])
         self._queues: dict[Lane, deque[_Work]] = {lane: deque() for lane in SIDE_LANES}
@@ -100,7 +101,7 @@ class SimEngine(Engine):
         else:
             self._enqueue(lane, _Work(None, event))
 
-    def copy(self, lane: Lane, destination: torch.Tensor, source: torch.Tensor) -> None:
+    def copy(self, lane: Lane, destination: torch.Tensor, source: torch.Tensor, *, speculative: bool = False) -> None:
         """See :meth:`Engine.copy`."""
         assert lane in (Lane.DOWN, Lane.UP), lane
         assert destination.dtype == source.dtype, (destination.dtype, source.dtype)
@@ -108,9 +109,16 @@ class SimEngine(Engine):
         assert destination.is_contiguous()
         assert source.is_contiguous()
         label = f"copy {lane.value}"
-        self._order(lane, label, reads=[source], writes=[destination])
+        self._clocks.join(lane.value, self._clocks.snapshot(PYTHON))
+        # A speculative read must come after the writes before it, but nothing has to come after it.
+        self._access(source, lane.value, is_write=False, label=label, remember=not speculative)
+        self._access(destination, lane.value, is_write=True, label=label)
         target, origin = destination.detach().view(-1), source.detach().view(-1)
-        self._enqueue(lane, _Work(lambda: target.copy_(origin), None))
+
+        def run() -> None:
+            target.copy_(origin)
+
+        self._enqueue(lane, _Work(run, None))
         self._perturb()
 
     def host_task(
@@ -182,7 +190,9 @@ class SimEngine(Engine):
         for tensor in writes:
             self._access(tensor, lane.value, is_write=True, label=label)
 
-    def _access(self, tensor: torch.Tensor, actor: str, *, is_write: bool, label: str) -> None:
+    def _access(self, tensor: torch.Tensor, actor: str, *, is_write: bool, label: str, remember: bool = True) -> None:
+        if not self._checked:
+            return
         time = self._clocks.tick(actor)
         self._shadow.access(
             tensor,
@@ -191,6 +201,7 @@ class SimEngine(Engine):
             clock=self._clocks.snapshot(actor),
             is_write=is_write,
             label=label,
+            remember=remember,
         )
 
     def _before_operation(self, label: str, tensors: list[torch.Tensor]) -> None:
@@ -250,7 +261,7 @@ class _SimBuffer(Buffer):
     def __init__(self, engine: SimEngine, num_bytes: int, purpose: str, tier: Tier) -> None:
         # Allocating is not an access, on neither tier.
         with _no_watch():
-            self.tensor = torch.full((num_bytes,), _POISON_BYTE if engine._poison else 0, dtype=torch.uint8)
+            self.tensor = torch.full((num_bytes,), _POISON_BYTE if engine._checked else 0, dtype=torch.uint8)
         self.purpose = purpose
         self._engine = engine
         self._tier = tier
@@ -276,15 +287,15 @@ class _SimBuffer(Buffer):
             assert isinstance(event, SimEvent)
             merged.join(actor, event.clock)
             engine._finish(event)
-        engine._shadow.access(
-            self.tensor,
-            actor=actor,
-            time=engine._clocks.tick(actor),
-            clock=merged.snapshot(actor),
-            is_write=True,
-            label=f"release of {self.purpose}",
-        )
-        if engine._poison:
+        if engine._checked:
+            engine._shadow.access(
+                self.tensor,
+                actor=actor,
+                time=engine._clocks.tick(actor),
+                clock=merged.snapshot(actor),
+                is_write=True,
+                label=f"release of {self.purpose}",
+            )
             with _no_watch():
                 self.tensor.fill_(_POISON_BYTE)
         self._unaccount()

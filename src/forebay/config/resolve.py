@@ -1,0 +1,126 @@
+"""From a recipe or file and the words of a command line to one configuration that knows its sources."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from forebay import recipes
+from forebay.config import keys, yaml_format
+from forebay.config.overrides import parse_word, set_value
+from forebay.config.schema import Config
+
+COMMAND_LINE = "command line"
+DEFAULT = "default"
+
+
+@dataclasses.dataclass
+class Resolved:
+    """A configuration, and where each value in it came from.
+
+    Attributes:
+        config: the values.
+        name: the recipe's name or the file's path.
+        description: what the recipe is, in a line.
+        sources: of the keys that are not at their default.
+    """
+
+    config: Config
+    name: str
+    description: str
+    sources: dict[str, str]
+
+    def source(self, key: str) -> str:
+        """Return where a value came from: ``default``, ``recipe NAME``, ``file PATH`` or ``command line``.
+
+        Args:
+            key: dotted, such as ``train.train_iters`` or ``model.hf_config.rope_theta``.
+
+        Raises:
+            ValueError: for a key that does not exist.
+        """
+        keys.check_key(key, "source")
+        while True:
+            if key in self.sources:
+                return self.sources[key]
+            if not key.startswith(keys.FREE_KEY + "."):
+                return DEFAULT
+            key = key.rpartition(".")[0]
+
+    def to_yaml(self) -> str:
+        """Return the configuration as YAML that resolves to the same values; see :func:`forebay.config.dump`."""
+        from forebay.config.dump import dump
+
+        return dump(self)
+
+
+def resolve(recipe_or_path: str | Path, overrides: Sequence[str] = ()) -> Resolved:
+    """Return the configuration that a recipe, changed by some words, describes.
+
+    Values are checked for their type only; :func:`forebay.config.validate` checks what they mean together.
+
+    Args:
+        recipe_or_path: the name of a shipped recipe, or the path of a YAML file (it ends in .yaml or .yml or
+            contains a slash).
+        overrides: words ``section.key=value``, later ones winning.
+
+    Raises:
+        ValueError: for an unknown recipe or key, a value of the wrong type, or a word that is no override.
+        FileNotFoundError: for a file that does not exist.
+    """
+    name = str(recipe_or_path)
+    if isinstance(recipe_or_path, Path) or name.endswith((".yaml", ".yml")) or "/" in name:
+        where = f"file {name}"
+        data = _read_file(Path(name).expanduser(), where)
+    else:
+        where = f"recipe {name}"
+        data = recipes.load(name)
+    config = Config()
+    sources: dict[str, str] = {}
+    description = data.pop("description", "")
+    if not isinstance(description, str):
+        raise ValueError(f"{where}: description must be text, got {description!r}")
+    for section, fields in data.items():
+        if section not in keys.sections():
+            raise keys.unknown_key_error(str(section), where)
+        if not isinstance(fields, dict):
+            raise ValueError(f"{where}: {section} must be a mapping of keys to values, got {fields!r}")
+        for field, value in fields.items():
+            key = f"{section}.{field}"
+            if key not in keys.field_types():
+                raise keys.unknown_key_error(key, where)
+            setattr(getattr(config, section), field, copy.deepcopy(keys.from_value(key, value, where)))
+            _record(sources, key, value, where)
+    for word in overrides:
+        key, value = parse_word(word)
+        set_value(config, key, value)
+        _record(sources, key, value, COMMAND_LINE)
+    return Resolved(config, name, description, sources)
+
+
+def _read_file(path: Path, where: str) -> dict[str, Any]:
+    if not path.is_file():
+        raise FileNotFoundError(f"{where}: no such file; the shipped recipes are {', '.join(recipes.list_recipes())}")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{where}: not UTF-8 text ({error})") from None
+    data = yaml_format.parse(text, where)
+    if not isinstance(data, dict):
+        raise ValueError(f"{where}: expected sections such as train: and model:, got {type(data).__name__}")
+    return data
+
+
+def _record(sources: dict[str, str], key: str, value: Any, source: str) -> None:
+    # A value replaces all that lay below its key.
+    for old in [old for old in sources if old.startswith(key + ".")]:
+        del sources[old]
+    if key.startswith(keys.FREE_KEY) and isinstance(value, Mapping) and value:
+        for name, inner in value.items():
+            _record(sources, f"{key}.{name}", inner, source)
+        sources.pop(key, None)
+    else:
+        sources[key] = source

@@ -1,0 +1,81 @@
+"""Applying the rules of :mod:`forebay.config.rule_table` to a configuration."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import Any, get_args
+
+from forebay.config.hf import hf_config_dict
+from forebay.config.rule_table import RULES, Engine, get, size
+from forebay.config.schema import Config
+
+
+@dataclasses.dataclass(frozen=True)
+class Violation:
+    """One thing that is wrong with a configuration.
+
+    Attributes:
+        rule: the rule's id.
+        message: what is wrong.
+        fix: what to set instead.
+    """
+
+    rule: str
+    message: str
+    fix: str
+
+
+def violations(config: Config, engine: Engine = "native") -> list[Violation]:
+    """Return everything that ``engine`` refuses about a configuration.
+
+    Args:
+        config: all values of their right type.
+        engine: ``"native"``, forebay's own trainer, or ``"megatron"``. Default ``"native"``.
+
+    Raises:
+        ValueError: for an unknown engine.
+    """
+    if engine not in get_args(Engine):
+        raise ValueError(f"unknown engine {engine!r}; choose one of {', '.join(get_args(Engine))}")
+    found = [
+        Violation(rule.id, _fill(rule.message, config), rule.fix)
+        for rule in RULES
+        if engine in rule.engines and rule.is_broken(config)
+    ]
+    if config.model.path is None:
+        try:
+            hf_config_dict(config.model)
+        except ValueError as error:
+            message, _, fix = str(error).partition("; ")
+            found.append(Violation("model_shape", message, fix))
+    return found
+
+
+def validate(config: Config, engine: Engine = "native") -> None:
+    """Check what the values of a configuration mean together.
+
+    Args:
+        config: all values of their right type.
+        engine: see :func:`violations`.
+
+    Raises:
+        ValueError: listing every violation, numbered, each with its fix.
+    """
+    found = violations(config, engine)
+    if not found:
+        return
+    what = "1 setting is" if len(found) == 1 else f"{len(found)} settings are"
+    lines = [f"{what} refused"]
+    for number, violation in enumerate(found, start=1):
+        lines += [f"  {number}. {violation.message}", f"     fix: {violation.fix}"]
+    raise ValueError("\n".join(lines))
+
+
+def _fill(text: str, config: Config) -> str:
+    def value(match: re.Match[str]) -> str:
+        key = match.group(1)
+        found: Any = get(config, key) if "." in key else size(config, key)
+        return "null" if found is None else str(found)
+
+    return re.sub(r"\{([a-z0-9_.]+)\}", value, text)
