@@ -71,5 +71,5 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, MemoryError, OSError) as error:
         if os.environ.get(DEBUG_VARIABLE) == "1":
             raise
-        print(f"error: {error or type(error).__name__}", file=sys.stderr)
+        print(f"error: {str(error) or type(error).__name__}", file=sys.stderr)
         return 2

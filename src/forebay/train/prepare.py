@@ -36,7 +36,8 @@ class Prepared:
         train_sequences: in training order.
         eval_sequences: the tail of the text in its own order; None without evaluation.
         plan: bytes per tier and purpose.
-        optimizer_device_bytes: what the optimizer holds on the device tier.
+        optimizer_device_bytes: the optimizer's state on the device tier.
+        staging_device_bytes: what offloaded state takes there while it visits.
         optimizer_device_bytes_without_offload: the same at fraction 0.
         resume_from: the verified checkpoint to continue from; None for a fresh start.
     """
@@ -51,6 +52,7 @@ class Prepared:
     eval_sequences: Sequences | None
     plan: memory.Plan
     optimizer_device_bytes: int
+    staging_device_bytes: int
     optimizer_device_bytes_without_offload: int
     resume_from: Path | None
 
@@ -163,8 +165,9 @@ def prepare(config: Config) -> Prepared:
         train_sequences=Sequences(train_tokens, seq_length, seed=data_seed(config)),
         eval_sequences=Sequences(eval_tokens, seq_length) if len(eval_tokens) else None,
         plan=plan,
-        optimizer_device_bytes=sum(optimizer[memory.DEVICE].values()),
-        optimizer_device_bytes_without_offload=sum(without[memory.DEVICE].values()),
+        optimizer_device_bytes=optimizer[memory.DEVICE].get("optimizer_state", 0),
+        staging_device_bytes=optimizer[memory.DEVICE].get("staging", 0),
+        optimizer_device_bytes_without_offload=without[memory.DEVICE].get("optimizer_state", 0),
         resume_from=resume_from,
     )
 

@@ -138,6 +138,7 @@ class Summary:
     tokens_per_s: float | None
     offload_fraction: float
     optimizer_device_bytes: int
+    staging_device_bytes: int
     optimizer_device_bytes_without_offload: int
     optimizer_host_bytes: int
     device_peak_gib: float
@@ -158,13 +159,14 @@ class Summary:
             ("unigram entropy of the text", f"{self.unigram_entropy:.4f} (the best without context)"),
             ("tokens/s (median step)", "-" if self.tokens_per_s is None else f"{self.tokens_per_s:,.0f}"),
             (
-                "optimizer on the device tier",
+                "optimizer state on the device tier",
                 f"{size(self.optimizer_device_bytes)} at offload fraction {self.offload_fraction:g}",
             ),
             (
                 "  without offload",
                 f"{size(self.optimizer_device_bytes_without_offload)} (offload saves {size(saved)})",
             ),
+            ("  staging while offloaded state visits", size(self.staging_device_bytes)),
             ("optimizer on the host", size(self.optimizer_host_bytes)),
             ("peak on the device tier", size(self.device_peak_gib * 2**30)),
             (
@@ -192,6 +194,7 @@ def summarize(
         tokens_per_s=None if step_ms is None else 1000 * num_tokens / step_ms,
         offload_fraction=effective_fraction(config.optimizer),
         optimizer_device_bytes=prepared.optimizer_device_bytes,
+        staging_device_bytes=prepared.staging_device_bytes,
         optimizer_device_bytes_without_offload=prepared.optimizer_device_bytes_without_offload,
         optimizer_host_bytes=host_bytes(prepared.plan),
         device_peak_gib=history.device_peak_gib,
