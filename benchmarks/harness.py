@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import datetime
+import itertools
 import json
 import os
 import statistics
@@ -72,7 +73,7 @@ def measure(step: Callable[[int], Any], *, num_warmup: int, num_steps: int) -> d
         events[index + 1].record()
     torch.cuda.synchronize()
     wall_ms = (time.perf_counter() - start) * 1e3 / num_steps
-    times = [left.elapsed_time(right) for left, right in zip(events, events[1:], strict=False)]
+    times = [left.elapsed_time(right) for left, right in itertools.pairwise(events)]
     return {
         "step_ms": statistics.median(times),
         "step_ms_min": min(times),

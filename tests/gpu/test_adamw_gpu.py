@@ -6,13 +6,13 @@ import io
 
 import pytest
 import torch
+from tiny import assert_bitwise, batch, build, loss_of, train, weights
 
 import forebay
 from forebay.engine.cuda import CudaEngine
 from forebay.host import kernels
 from forebay.optim import device_update
 from forebay.optim.adamw import plan_memory
-from tiny import assert_bitwise, batch, build, loss_of, train, weights
 
 pytestmark = pytest.mark.gpu
 

@@ -249,6 +249,21 @@ def test_released_by_a_finalizer_in_the_middle_of_anything():
     assert pool.num_out == 0
 
 
+def test_released_while_the_pool_is_held():
+    # The deterministic form of the test above: a lock in `release` would hang here.
+    buffers = []
+
+    def allocate(num_bytes):
+        if buffers:
+            pool.release(buffers.pop())
+        return FakeSlab(num_bytes)
+
+    pool = HostPool(allocate, slab_bytes=SLAB)
+    buffers.append(pool.acquire(1000))
+    pool.acquire(SLAB)
+    assert pool.num_out == 1
+
+
 @pytest.mark.parametrize("seed", range(10))
 def test_stress(seed):
     rng = random.Random(seed)

@@ -324,6 +324,11 @@ def test_numa_node(monkeypatch):
     assert HostSlab(4096, purpose="x", ledger=ledger).numa_node is None
     assert HostSlab(4096, purpose="x", ledger=ledger, numa_node=4000).numa_node is None  # no such node
     assert HostSlab(4096, purpose="x", ledger=ledger, numa_node=0).numa_node in (0, None)  # None where forbidden
+    near = HostSlab(4 * MIB, purpose="x", ledger=ledger, numa_node=0)
+    if near.numa_node == 0:
+        lines = Path("/proc/self/numa_maps").read_text().splitlines()
+        (policy,) = (line.split()[1] for line in lines if int(line.split()[0], 16) == near.tensor.data_ptr())
+        assert re.fullmatch(r"prefer[a-z ()]*:0", policy)
     calls = []
     monkeypatch.setattr(slab_module, "_prefer_node", lambda *arguments: calls.append(arguments) or True)
     slab = HostSlab(4097, purpose="x", ledger=ledger, numa_node=1)

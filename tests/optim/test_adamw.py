@@ -8,6 +8,7 @@ import pickle
 
 import pytest
 import torch
+from tiny import VOCABULARY, assert_bitwise, batch, build, loss_of, train, weights
 from torch import nn
 
 import forebay
@@ -16,7 +17,6 @@ from forebay.engine.sim import RaceError, SimEngine
 from forebay.host import kernels
 from forebay.optim.adamw import plan_memory
 from forebay.optim.streamed_share import StreamedShare
-from tiny import VOCABULARY, assert_bitwise, batch, build, loss_of, train, weights
 
 SEEDS = range(50)
 CHUNK = 4096  # several chunks for the tiny model, and tensors cut by their boundaries

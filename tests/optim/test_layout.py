@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
@@ -19,7 +20,7 @@ def covered(chunks, params):
         own.sort()
         assert own[0][0] == 0
         assert own[-1][1] == param.num_elements
-        assert all(left[1] == right[0] for left, right in zip(own, own[1:], strict=False))
+        assert all(left[1] == right[0] for left, right in itertools.pairwise(own))
 
 
 @pytest.mark.parametrize("seed", range(30))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import decimal
 import difflib
 import functools
 import math
@@ -115,8 +116,19 @@ def _read(annotation: Any, text: str, where: str) -> Any:
         try:
             return annotation(text)
         except ValueError:
-            return text
+            return _whole_number(text) if annotation is int else text
     return text
+
+
+def _whole_number(text: str) -> Any:
+    """Return 1e3 as 1000, and ``text`` itself when it is no whole number."""
+    try:
+        # Through Decimal, because a float would round large ones.
+        value = decimal.Decimal(text)
+    except decimal.InvalidOperation:
+        return text
+    is_whole = value.is_finite() and abs(value) < 2**63 and value == value.to_integral_value()
+    return int(value) if is_whole else text
 
 
 def _is_of_type(value: Any, annotation: Any) -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 
 from forebay import recipes
 from forebay.config import keys, yaml_format
+from forebay.config.hf import field_names
 from forebay.config.overrides import parse_word, set_value
 from forebay.config.schema import Config
 
@@ -79,6 +80,8 @@ def resolve(recipe_or_path: str | Path, overrides: Sequence[str] = ()) -> Resolv
         where = f"recipe {name}"
         data = recipes.load(name)
     config = Config()
+    # Two recipes must not write into each other's folder.
+    config.logger.output_dir = f"runs/{Path(name).stem}"
     sources: dict[str, str] = {}
     description = data.pop("description", "")
     if not isinstance(description, str):
@@ -98,7 +101,30 @@ def resolve(recipe_or_path: str | Path, overrides: Sequence[str] = ()) -> Resolv
         key, value = parse_word(word)
         set_value(config, key, value)
         _record(sources, key, value, COMMAND_LINE)
+    _check_fields_take_effect(config, sources)
     return Resolved(config, name, description, sources)
+
+
+def _check_fields_take_effect(config: Config, sources: Mapping[str, str]) -> None:
+    """Refuse fields of ``hf_config`` from the command line that something else replaces."""
+    model = config.model
+    given = [
+        key
+        for key, source in sources.items()
+        if source == COMMAND_LINE and (key == keys.FREE_KEY or key.startswith(keys.FREE_KEY + "."))
+    ]
+    if given and model.path is not None:
+        raise ValueError(
+            f"override {given[0]}: has no effect, the model in model.path={model.path} has its own configuration; "
+            "leave one of the two out"
+        )
+    for key, field in field_names(str(model.hf_config.get("model_type"))).items():
+        value = getattr(model, key)
+        if value is not None and f"{keys.FREE_KEY}.{field}" in given and model.hf_config[field] != value:
+            raise ValueError(
+                f"override {keys.FREE_KEY}.{field}={model.hf_config[field]}: has no effect, model.{key}={value} "
+                f"({sources[f'model.{key}']}) replaces it; set model.{key}={model.hf_config[field]} instead"
+            )
 
 
 def _read_file(path: Path, where: str) -> dict[str, Any]:

@@ -270,6 +270,17 @@ def _needs(key: str, switch: str, is_on: Callable[[Config], bool] | None = None)
     )
 
 
+def _unread(key: str, is_unread: Callable[[Config], bool], why: str, fix: str) -> Rule:
+    default = field_default(key)
+    return Rule(
+        f"{key}_unread",
+        lambda config: get(config, key) != default and is_unread(config),
+        f"{key}={{{key}}} has no effect with {why}",
+        f"{fix}, or {key}={'null' if default is None else default}",
+        NATIVE,
+    )
+
+
 def _shape_of_path(key: str) -> Rule:
     return Rule(
         f"{key}_with_path",
@@ -382,11 +393,39 @@ _NATIVE = (
         NATIVE,
     ),
     *(_shape_of_path(key) for key in ARCHITECTURE_KEYS),
+    *(
+        _unread(key, lambda config: config.checkpoint.save is None, "checkpoint.save is null", "checkpoint.save=FOLDER")
+        for key in ("checkpoint.save_interval", "checkpoint.keep")
+    ),
+    _unread(
+        "dataset.text_key", lambda config: config.dataset.path is None, "dataset.path is null", "dataset.path=FILE"
+    ),
+    *(
+        _unread(
+            key,
+            lambda config: config.optimizer.lr_decay_style == "constant",
+            "optimizer.lr_decay_style=constant",
+            "optimizer.lr_decay_style=cosine or linear",
+        )
+        for key in ("optimizer.min_lr", "optimizer.lr_decay_iters")
+    ),
+    *(
+        _unread(
+            key,
+            lambda config: config.optimizer.optimizer == "sgd",
+            "optimizer.optimizer=sgd",
+            "optimizer.optimizer=adamw or adam",
+        )
+        for key in ("optimizer.adam_beta1", "optimizer.adam_beta2", "optimizer.adam_eps")
+    ),
     Rule(
-        "interval_without_folder",
-        lambda config: config.checkpoint.save_interval is not None and config.checkpoint.save is None,
-        "checkpoint.save_interval={checkpoint.save_interval} has no effect while checkpoint.save is null",
-        "checkpoint.save=FOLDER",
+        "sequence_fits_positions",
+        lambda config: (
+            config.model.path is None
+            and config.dataset.seq_length > (size(config, "max_position_embeddings") or config.dataset.seq_length)
+        ),
+        "dataset.seq_length={dataset.seq_length} is longer than the {max_position_embeddings} positions of the model",
+        "a shorter dataset.seq_length, or a larger model.max_position_embeddings",
         NATIVE,
     ),
     Rule(

@@ -205,7 +205,7 @@ class LoggerConfig:
     """What a run writes about itself."""
 
     output_dir: str = "runs/unnamed"
-    """Folder for ``metrics.jsonl`` and ``train.log``."""
+    """Folder for ``metrics.jsonl`` and ``train.log``. Not set: ``runs/`` and the name of the recipe or file."""
     log_interval: int = 1
     """Steps between two printed lines; ``metrics.jsonl`` has every step."""
     tensorboard: bool | Literal["auto"] = "auto"
