@@ -22,8 +22,16 @@ VOCABULARY = 32000
 
 
 def llama_1b(device: str = "cuda", dtype: torch.dtype = torch.bfloat16) -> torch.nn.Module:
-    """Build the 1.104 B parameter Llama shape of all comparisons, with random weights."""
+    """Build the 1.104 B parameter Llama shape of all comparisons, with random weights.
+
+    Its attention is transformers' SDPA without the mask code, which asks the device in every forward whether
+    sequences are packed: that synchronisation would be measured in every system.
+    """
     from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    ALL_ATTENTION_FUNCTIONS.register("causal_sdpa", sdpa_attention_forward)
 
     config = LlamaConfig(
         vocab_size=VOCABULARY,
@@ -34,7 +42,7 @@ def llama_1b(device: str = "cuda", dtype: torch.dtype = torch.bfloat16) -> torch
         num_key_value_heads=8,
         max_position_embeddings=32768,
         tie_word_embeddings=False,
-        attn_implementation="sdpa",
+        attn_implementation="causal_sdpa",
         use_cache=False,
     )
     torch.manual_seed(0)

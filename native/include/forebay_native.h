@@ -38,7 +38,7 @@ extern "C" {
 #endif
 
 /* Raised by one whenever a struct, a code or the meaning of a field changes. */
-#define FOREBAY_ABI_VERSION 1
+#define FOREBAY_ABI_VERSION 2
 
 typedef enum { FOREBAY_FLOAT32 = 0, FOREBAY_BFLOAT16 = 1, FOREBAY_FLOAT16 = 2 } forebay_dtype;
 
@@ -115,6 +115,7 @@ typedef struct {
   int32_t failed_segment;  /* the segment it is about, or -1 */
   uint64_t num_runs;       /* runs that updated */
   uint64_t num_skipped;    /* runs that found_inf skipped */
+  uint64_t busy_ns;        /* time that the runs took, added up */
 } forebay_task;
 
 /* Run a forebay_task. Any thread may call; calls are carried out one after the other. */

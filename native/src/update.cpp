@@ -160,7 +160,14 @@ void update_part(void *context, int part, int num_parts) {
   }
 }
 
+uint64_t now_ns() {
+  timespec now;
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  return static_cast<uint64_t>(now.tv_sec) * 1000000000u + static_cast<uint64_t>(now.tv_nsec);
+}
+
 void update(forebay_task &task) {
+  const uint64_t start_ns = now_ns();
   int32_t failed_segment;
   const int32_t status = check(task, &failed_segment);
   if (status != FOREBAY_OK) {
@@ -187,6 +194,7 @@ void update(forebay_task &task) {
     const forebay_segment &s = task.segments[i];
     if (s.step) *(s.step_out ? s.step_out : s.step) = plan_of(s).next_step;
   }
+  task.busy_ns += now_ns() - start_ns;
   __atomic_fetch_add(&task.num_runs, 1, __ATOMIC_RELEASE);
 }
 

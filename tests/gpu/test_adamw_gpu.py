@@ -53,13 +53,15 @@ def test_streamed_is_bitwise_device(delay_seed, fraction, max_norm, resident):
 
 @pytest.mark.parametrize("delay_seed", [None, 0, 1, 2, 3])
 @pytest.mark.parametrize("attach", [False, True])
-def test_host_is_the_same_under_every_delay_and_close_to_device(delay_seed, attach, resident):
-    kwargs = {"offload_fraction": 1.0, "placement": "host", "max_norm": 0.1}
+def test_host_is_the_same_under_every_delay_and_close_to_device(delay_seed, attach):
+    # At this learning rate training is not chaotic: a different last bit stays a small difference.
+    kwargs = {"offload_fraction": 1.0, "placement": "host", "max_norm": 0.1, "lr": 1e-4}
     expected, expected_weights, _ = run(overlap=False, **kwargs)
     losses, actual, _ = run(delay_seed=delay_seed, attach=attach, **kwargs)
     assert torch.equal(losses, expected)
     assert_bitwise(actual, expected_weights)
-    assert (losses - resident[0.1][0]).abs().max() < 1e-3
+    on_device = run(max_norm=0.1, lr=1e-4)[0]
+    assert (losses - on_device).abs().max() < 1e-3
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

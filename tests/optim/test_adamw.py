@@ -257,6 +257,24 @@ class TestSemantics:
         expected = go(SimEngine(0), offload_fraction=1.0, overlap=False)
         assert_bitwise(go(SimEngine(seed), offload_fraction=1.0), expected)
 
+    def test_stats_count_what_a_step_moves(self):
+        engine = SimEngine(0)
+        model = build()
+        optimizer = optimizer_for(model, engine, offload_fraction=1.0, host_share=0.5)
+        train(model, optimizer, num_steps=1)
+        assert set(optimizer.stats().values()) == {None}
+        before = engine.traffic()
+        train(model, optimizer, num_steps=1)
+        moved = engine.traffic()
+        num_elements = sum(param.numel() for param in model.parameters())
+        # Half is streamed, 10 bytes each way, padding included; half goes down and up as 2 bytes.
+        assert moved.down_bytes - before.down_bytes == pytest.approx(6 * num_elements, rel=0.05)
+        assert moved.up_bytes - before.up_bytes == pytest.approx(6 * num_elements, rel=0.05)
+        stats = optimizer.stats()
+        assert stats["down_gbps"] > 0
+        assert stats["host_update_ms"] > 0
+        assert stats["stall_ms"] == 0
+
     def test_closure_runs_once_with_gradients_enabled(self):
         model = build()
         optimizer = optimizer_for(model, offload_fraction=1.0)

@@ -11,6 +11,7 @@ at use, never stored), so forward, backward and update kernels need no engine ca
 from __future__ import annotations
 
 import abc
+import dataclasses
 import enum
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Protocol
@@ -70,6 +71,28 @@ class HostTask(Protocol):
 
 class HostTaskError(RuntimeError):
     """A host task failed; the message names it."""
+
+
+@dataclasses.dataclass
+class Traffic:
+    """What an engine has moved since it was made.
+
+    Attributes:
+        down_bytes: copied from the device to the host.
+        up_bytes: copied from the host to the device.
+        stall_ms: how long the compute lane has waited for side lanes, as far as it is known by now.
+    """
+
+    down_bytes: int = 0
+    up_bytes: int = 0
+    stall_ms: float = 0.0
+
+    def add_copy(self, lane: Lane, num_bytes: int) -> None:
+        """Count a copy."""
+        if lane is Lane.DOWN:
+            self.down_bytes += num_bytes
+        else:
+            self.up_bytes += num_bytes
 
 
 class TaskLog:
@@ -190,6 +213,10 @@ class Engine(abc.ABC):
     @abc.abstractmethod
     def empty_device(self, num_bytes: int, purpose: str) -> Buffer:
         """Allocate device memory on the ``COMPUTE`` lane."""
+
+    @abc.abstractmethod
+    def traffic(self) -> Traffic:
+        """Return what has been moved so far. Never blocks."""
 
     @abc.abstractmethod
     def take_peak_bytes(self) -> int:

@@ -18,8 +18,9 @@ from typing import Any
 
 import torch
 
-from forebay.engine.base import SIDE_LANES, Buffer, Engine, Event, HostTask, Lane, TaskLog
+from forebay.engine.base import SIDE_LANES, Buffer, Engine, Event, HostTask, Lane, TaskLog, Traffic
 from forebay.host.ledger import Ledger, Tier
+from forebay.host.numa import numa_node_of_pci_device
 from forebay.host.slab import HostSlab
 
 
@@ -92,10 +93,16 @@ class CudaEngine(Engine):
         index = device.index if device.index is not None else torch.cuda.current_device()
         self.device = torch.device("cuda", index)
         self.ledger = Ledger()
+        properties: Any = torch.cuda.get_device_properties(self.device)
+        bus = f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
+        self._numa_node = numa_node_of_pci_device(bus)
         torch.zeros(1, device=self.device)  # loads the runtime and makes the context
         self._runtime = _runtime()
         self._streams = {lane: torch.cuda.Stream(self.device) for lane in SIDE_LANES}
         self._log = TaskLog()
+        self._traffic = Traffic()
+        # Pairs of events around the waits that may have stalled the compute stream.
+        self._stalls: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
         # What the copies and tasks enqueued since a lane's last event use; it moves to that event.
         self._open: dict[Lane, tuple[list[torch.Tensor], list[object]]] = {lane: ([], []) for lane in SIDE_LANES}
         self._in_use: dict[Lane, deque[_InUse]] = {lane: deque() for lane in SIDE_LANES}
@@ -125,8 +132,23 @@ class CudaEngine(Engine):
         """See :meth:`Engine.wait`."""
         assert isinstance(event, _Event)
         stream = self._stream(lane)
+        if lane is not Lane.COMPUTE or event.lane is Lane.COMPUTE:
+            stream.wait_event(event)
+            return
+        if event.query():
+            # What is past needs no wait on the stream; the allocator may have its memory back all the same.
+            self._give_back(event, stream)
+            return
+        before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        before.record(stream)
         stream.wait_event(event)
-        if lane is Lane.COMPUTE and event.lane is not Lane.COMPUTE:
+        after.record(stream)
+        self._stalls.append((before, after))
+        self._give_back(event, stream)
+
+    def _give_back(self, event: _Event, stream: torch.cuda.Stream) -> None:
+        """Let go of the device memory that side lanes used before ``event``, which ``stream`` comes after now."""
+        if event.lane is not Lane.COMPUTE:
             # From here on the compute stream comes after that work, so its allocator may have device memory
             # back at once; holding it until the event has really passed would raise the peak. Host memory has
             # no such order: it stays until the event passes.
@@ -141,6 +163,7 @@ class CudaEngine(Engine):
         assert lane in (Lane.DOWN, Lane.UP), lane
         assert destination.dtype == source.dtype, (destination.dtype, source.dtype)
         assert destination.numel() == source.numel(), (destination.shape, source.shape)
+        self._traffic.add_copy(lane, source.nbytes)
         stream = self._streams[lane]
         if self._delays is not None:
             self._delays.on_stream(stream)
@@ -198,6 +221,13 @@ class CudaEngine(Engine):
         """See :meth:`Engine.empty_device`."""
         return _CudaDeviceBuffer(self, num_bytes, purpose)
 
+    def traffic(self) -> Traffic:
+        """See :meth:`Engine.traffic`."""
+        while self._stalls and self._stalls[0][1].query():
+            before, after = self._stalls.popleft()
+            self._traffic.stall_ms += before.elapsed_time(after)
+        return dataclasses.replace(self._traffic)
+
     def take_peak_bytes(self) -> int:
         """See :meth:`Engine.take_peak_bytes`."""
         peak_bytes = torch.cuda.max_memory_allocated(self.device)
@@ -226,6 +256,7 @@ class _CudaHostBuffer(Buffer):
             register=_register if pinned else None,
             unregister=_unregister if pinned else None,
             ledger=engine.ledger,
+            numa_node=engine._numa_node,
         )
         self.tensor = self._slab.tensor
         self.purpose = purpose

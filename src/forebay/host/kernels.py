@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import enum
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -298,10 +299,12 @@ class UpdateTask:
 
     def run(self) -> None:
         """Do the update now, on this and the library's other threads. Look at :meth:`status` afterwards."""
+        start_ns = time.monotonic_ns()
         if self._library is not None:
             self._library.forebay_update(ctypes.addressof(self._c_task))
         elif fallback.update(self.algorithm.name, self._segments, self.hyper, self._grad_scale, self._found_inf):
             self._c_task.num_runs += 1
+            self._c_task.busy_ns += time.monotonic_ns() - start_ns
         else:
             self._c_task.num_skipped += 1
 
@@ -319,6 +322,11 @@ class UpdateTask:
     def num_runs(self) -> int:
         """Runs that updated."""
         return int(self._c_task.num_runs)
+
+    @property
+    def busy_ns(self) -> int:
+        """Nanoseconds that the runs took, added up."""
+        return int(self._c_task.busy_ns)
 
     @property
     def num_skipped(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -13,7 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 from torch.utils.hooks import RemovableHandle
 
-from forebay.engine import Engine, get_engine
+from forebay.engine import Engine, Traffic, get_engine
 from forebay.optim import device_update, layout, state_dict
 from forebay.optim.chunk_state import PARAM_DTYPES, region_bytes
 from forebay.optim.device_update import GroupValues, StepScalars
@@ -161,6 +162,7 @@ class AdamW(Optimizer):
         self._hooks: list[RemovableHandle] = []
         self._grad_scale: torch.Tensor | None = None
         self._norm: torch.Tensor | None = None
+        self._last_stats: tuple[Traffic, int, int] | None = None
         self._pending_masters: dict[torch.Tensor, state_dict.SavedMaster] = {}
 
     # Parameters and memory
@@ -440,6 +442,28 @@ class AdamW(Optimizer):
     def synchronize(self) -> None:
         """Let what the current stream does next see all updates enqueued so far. Does not block Python."""
         self._gates.open_all()
+
+    def stats(self) -> dict[str, float | None]:
+        """Return what was moved since the last call, without waiting for the device.
+
+        Returns:
+            ``down_gbps`` and ``up_gbps``, bytes copied over time passed, in GB/s; ``host_update_ms``, time the
+            host kernel worked; ``stall_ms``, time the compute stream waited for transfers and host updates (known
+            late: part of it may be counted in the next call). None at the first call.
+        """
+        traffic, now_ns = self.engine.traffic(), time.monotonic_ns()
+        busy_ns = self._host.busy_ns if self._shares else 0
+        last, self._last_stats = self._last_stats, (traffic, busy_ns, now_ns)
+        if last is None:
+            return dict.fromkeys(("down_gbps", "up_gbps", "host_update_ms", "stall_ms"))
+        before, busy_before_ns, before_ns = last
+        passed_ns = max(now_ns - before_ns, 1)
+        return {
+            "down_gbps": (traffic.down_bytes - before.down_bytes) / passed_ns,
+            "up_gbps": (traffic.up_bytes - before.up_bytes) / passed_ns,
+            "host_update_ms": (busy_ns - busy_before_ns) / 1e6,
+            "stall_ms": traffic.stall_ms - before.stall_ms,
+        }
 
     # State
 

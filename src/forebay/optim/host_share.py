@@ -273,6 +273,11 @@ class HostShare(Share):
             chunk.tasks[key] = task
         return task
 
+    @property
+    def busy_ns(self) -> int:
+        """Nanoseconds that the host kernel has worked, added up."""
+        return sum(task.busy_ns for chunk in self._host_chunks for task in chunk.tasks.values())
+
     def settle(self) -> None:
         """See :meth:`Share.settle`."""
         self.engine.record(Lane.HOST).synchronize()

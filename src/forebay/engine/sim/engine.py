@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from forebay.engine.base import SIDE_LANES, Buffer, Engine, Event, HostTask, Lane, TaskLog
+from forebay.engine.base import SIDE_LANES, Buffer, Engine, Event, HostTask, Lane, TaskLog, Traffic
 from forebay.engine.sim.clocks import PYTHON, Clock, Clocks, RaceError, ShadowMemory
 from forebay.engine.sim.watch import WatchMode
 from forebay.host.ledger import Ledger, Tier
@@ -82,6 +82,7 @@ class SimEngine(Engine):
         self._shadow = ShadowMemory()
         self._host_storages: set[int] = set()
         self._log = TaskLog()
+        self._traffic = Traffic()
 
     # Lanes and events
 
@@ -113,6 +114,7 @@ class SimEngine(Engine):
         # A speculative read must come after the writes before it, but nothing has to come after it.
         self._access(source, lane.value, is_write=False, label=label, remember=not speculative)
         self._access(destination, lane.value, is_write=True, label=label)
+        self._traffic.add_copy(lane, source.nbytes)
         target, origin = destination.detach().view(-1), source.detach().view(-1)
 
         def run() -> None:
@@ -166,6 +168,10 @@ class SimEngine(Engine):
     def empty_device(self, num_bytes: int, purpose: str) -> Buffer:
         """See :meth:`Engine.empty_device`."""
         return _SimBuffer(self, num_bytes, purpose, Tier.DEVICE)
+
+    def traffic(self) -> Traffic:
+        """See :meth:`Engine.traffic`; nothing stalls here."""
+        return dataclasses.replace(self._traffic)
 
     def take_peak_bytes(self) -> int:
         """See :meth:`Engine.take_peak_bytes`; drawn from the seed, since nothing else uses device memory here.
