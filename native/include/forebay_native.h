@@ -12,8 +12,8 @@
  * computed in double and rounded to fp32 once per segment and run. t is the step being made, 1 for the first.
  *   ADAMW  p *= 1 - lr*weight_decay                               (torch.optim.AdamW)
  *   ADAM   g = fma(weight_decay, p, g), if weight_decay != 0      (torch.optim.Adam)
- *   both   m = fma(1-beta1, g-m, m), or fma(-beta1, g-m, g) if 1-beta1 >= 0.5
- *          v = fma((1-beta2)*g, g, beta2*v)
+ *   both   m = m + (g-m)*(1-beta1), or g + (g-m)*-beta1 if 1-beta1 >= 0.5
+ *          v = v*beta2 + (g*(1-beta2))*g
  *          p = p + (-lr/(1-beta1^t) * m) / (sqrt(v)/sqrt(1-beta2^t) + eps)
  *   SGD    g = fma(weight_decay, p, g), if weight_decay != 0      (torch.optim.SGD)
  *          with momentum: m = first step ? g : fma(1-dampening, g, momentum*m);

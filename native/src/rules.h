@@ -130,8 +130,10 @@ inline void adam(const Range &range, const Pointers &at, const Scalars &s, int64
   auto v = load<V, state>(at.state2, i);
   if (s.has_l2) g = V::fma(V::set(s.l2), p, g);
   p = V::mul(p, V::set(s.decay));
-  m = V::fma(V::set(s.lerp_weight), V::sub(g, m), s.lerp_from_grad ? g : m);
-  v = V::fma(V::mul(V::set(s.one_minus_beta2), g), g, V::mul(V::set(s.beta2), v));
+  // No fused multiply-add from here on: the update on the device (forebay/optim/device_update.py) does the same
+  // operations in the same order, and gives the same bits.
+  m = V::add(s.lerp_from_grad ? g : m, V::mul(V::sub(g, m), V::set(s.lerp_weight)));
+  v = V::add(V::mul(v, V::set(s.beta2)), V::mul(V::mul(g, V::set(s.one_minus_beta2)), g));
   const auto denominator = V::add(V::div(V::sqrt(v), V::set(s.bias2_sqrt)), V::set(s.eps));
   p = V::add(p, V::div(V::mul(V::set(s.minus_step_size), m), denominator));
   const StateStore<V, state, bypass == kEverything> states(range, i);

@@ -68,6 +68,16 @@ uint64_t mix(uint64_t x) {
   return x ^ (x >> 31);
 }
 
+// By squaring, so that the update on the device can take the same steps and get the same bits, which two libraries'
+// pow do not promise.
+double power(double base, double exponent) {
+  double result = 1.0;
+  for (uint64_t n = static_cast<uint64_t>(exponent); n; n >>= 1, base *= base) {
+    if (n & 1) result *= base;
+  }
+  return result;
+}
+
 Plan make_plan(const forebay_task &task, const KernelTable &table, const forebay_segment &s, float grad_scale) {
   const forebay_hyper &h = *s.hyper;
   const float step = s.step ? *s.step : 0.0f;
@@ -96,8 +106,8 @@ Plan make_plan(const forebay_task &task, const KernelTable &table, const forebay
   c.is_nesterov = h.nesterov != 0;
   c.minus_step_size = static_cast<float>(-h.lr);
   if (is_adam) {
-    c.minus_step_size = static_cast<float>(-(h.lr / (1.0 - pow(h.beta1, t))));
-    c.bias2_sqrt = static_cast<float>(sqrt(1.0 - pow(h.beta2, t)));
+    c.minus_step_size = static_cast<float>(-(h.lr / (1.0 - power(h.beta1, t))));
+    c.bias2_sqrt = static_cast<float>(sqrt(1.0 - power(h.beta2, t)));
   }
 
   const int rule = is_adam ? kAdam : task.algorithm == FOREBAY_SGD ? kSgd : kLion;

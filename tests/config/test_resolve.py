@@ -15,6 +15,9 @@ DEMO = "tiny_llama_demo"
     [
         ("train.train_iters=20", 20),
         ("train.train_iters=1_000", 1000),
+        ("train.train_iters=1e3", 1000),
+        ("train.train_iters=2.0", 2),
+        ("train.seed=9007199254740993", 2**53 + 1),
         ("optimizer.lr=1e-3", 1e-3),
         ("optimizer.lr=1", 1.0),
         ("optimizer.optimizer_cpu_offload=False", False),
@@ -56,6 +59,9 @@ def test_words_are_read_by_type(word, expected):
         ("model.hf_config.=1", "unknown key model.hf_config.; did you mean model.hf_config?"),
         ("train=5", "train is a section; name a key in it, such as train.train_iters"),
         ("train.train_iters=1.5", "must be a whole number, got '1.5'; for example train.train_iters=8"),
+        ("train.train_iters=1e-1", "must be a whole number, got '1e-1'"),
+        ("train.train_iters=inf", "must be a whole number, got 'inf'"),
+        ("train.train_iters=1e99", "must be a whole number, got '1e99'"),
         ("train.train_iters=True", "must be a whole number, got 'True'"),
         ("train.train_iters=", "must be a whole number, got ''"),
         ("optimizer.lr=fast", "optimizer.lr must be a number, got 'fast'; for example optimizer.lr=3e-4"),
@@ -161,6 +167,31 @@ def test_files_that_cannot_be_read(tmp_path):
     file.write_bytes(b"\xff\xfe")
     with pytest.raises(ValueError, match="not UTF-8 text"):
         resolve(file)
+
+
+def test_runs_of_two_recipes_do_not_share_a_folder(tmp_path):
+    assert resolve(DEMO).config.logger.output_dir == f"runs/{DEMO}"
+    assert resolve(DEMO, ["logger.output_dir=x"]).config.logger.output_dir == "x"
+    file = tmp_path / "mine.yaml"
+    file.write_text("train: {seed: 7}\n")
+    assert resolve(file).config.logger.output_dir == "runs/mine"
+    file.write_text("logger: {output_dir: there}\n")
+    assert resolve(file).config.logger.output_dir == "there"
+
+
+def test_fields_of_the_command_line_that_something_replaces_are_refused(tmp_path):
+    with pytest.raises(ValueError) as caught:  # noqa: PT011 (the text is compared)
+        resolve(DEMO, ["model.hf_config.num_hidden_layers=3", "model.num_layers=2"])
+    assert str(caught.value) == (
+        "override model.hf_config.num_hidden_layers=3: has no effect, model.num_layers=2 (command line) replaces it; "
+        "set model.num_layers=3 instead"
+    )
+    resolve(DEMO, ["model.hf_config.num_hidden_layers=2", "model.num_layers=2"])
+    with pytest.raises(
+        ValueError, match=r"override model.hf_config.rms_norm_eps: has no effect, the model in model.pa"
+    ):
+        resolve(DEMO, ["model.hf_config.rms_norm_eps=1e-6", f"model.path={tmp_path}"])
+    resolve(DEMO, [f"model.path={tmp_path}"])
 
 
 SCALARS = [1e-5, 1.0, 1e22, 3, -5, True, False, None, [1, "a"], {"a": 1e-6}, {"a": {"b": []}}]

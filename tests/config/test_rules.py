@@ -9,7 +9,8 @@ NO_OFFLOAD = ["optimizer.optimizer_cpu_offload=False", "optimizer.optimizer_offl
 
 
 def _messages(words, engine="native", recipe="llama_1b_pretrain"):
-    return [(v.message, v.fix) for v in violations(resolve(recipe, words).config, engine)]
+    resolved = resolve(recipe, words)
+    return [(v.message, v.fix) for v in violations(resolved.config, engine, sources=resolved.sources)]
 
 
 @pytest.mark.parametrize(
@@ -22,7 +23,7 @@ def _messages(words, engine="native", recipe="llama_1b_pretrain"):
         ),
         ("optimizer.optimizer_offload_fraction=0.5", "has no effect while optimizer.optimizer_cpu_offload=False"),
         ("optimizer.pin_cpu_grads=False optimizer.pin_cpu_params=False", "pin_cpu_grads=False has no effect"),
-        ("train.global_batch_size=5", "train.global_batch_size=5 is not a multiple of train.micro_batch_size=4"),
+        ("train.global_batch_size=5", "train.global_batch_size=5 is not a multiple of train.micro_batch_size=2"),
         ("train.micro_batch_size=0", "train.micro_batch_size=0 must be at least 1"),
         ("train.train_iters=0", "train.train_iters=0 must be at least 1"),
         ("train.eval_interval=0", "train.eval_interval=0 must be at least 1"),
@@ -69,9 +70,25 @@ def _messages(words, engine="native", recipe="llama_1b_pretrain"):
         ("model.tensor_model_parallel_size=2", "model.tensor_model_parallel_size=2 is not available"),
         ("model.context_parallel_size=2", "model.context_parallel_size=2 is not available"),
         ("model.expert_model_parallel_size=2", "model.expert_model_parallel_size=2 is not available"),
+        ("train.compile=block", "train.compile=block is not available in this version of forebay train"),
+        ("model.params_dtype=fp16", "model.params_dtype=fp16: small gradients become zero in fp16"),
+        ("dataset.seq_length=4097", "dataset.seq_length=4097 is longer than the 4096 positions of the model"),
         (
-            "train.compile=block optimizer.optimizer_cpu_offload=True optimizer.optimizer_offload_fraction=1",
-            "train.compile=block: with an offloaded optimizer",
+            "dataset.seq_length=4096 model.max_position_embeddings=512",
+            "dataset.seq_length=4096 is longer than the 512 positions of the model",
+        ),
+        ("dataset.text_key=body", "dataset.text_key=body has no effect while dataset.path is null"),
+        (
+            "optimizer.lr_decay_style=constant optimizer.min_lr=1e-5",
+            "optimizer.min_lr=1e-05 has no effect while optimizer.lr_decay_style=constant",
+        ),
+        (
+            "optimizer.lr_decay_style=constant optimizer.lr_decay_iters=50",
+            "optimizer.lr_decay_iters=50 has no effect while optimizer.lr_decay_style=constant",
+        ),
+        (
+            "optimizer.optimizer=sgd optimizer.weight_decay=0 optimizer.adam_beta2=0.9",
+            "optimizer.adam_beta2=0.9 has no effect while optimizer.optimizer=sgd",
         ),
         (
             "optimizer.optimizer=sgd optimizer.weight_decay=0 optimizer.optimizer_cpu_offload=True "
@@ -80,8 +97,8 @@ def _messages(words, engine="native", recipe="llama_1b_pretrain"):
         ),
         (
             "optimizer.use_torch_optimizer_for_cpu_offload=True optimizer.optimizer_cpu_offload=True "
-            "optimizer.optimizer_offload_placement=host",
-            "have no effect where torch.optim does the updates",
+            "optimizer.optimizer_offload_fraction=1 optimizer.optimizer_offload_placement=host",
+            "optimizer.optimizer_offload_placement=host has no effect while torch.optim does the updates",
         ),
     ],
 )
@@ -153,8 +170,15 @@ def test_what_megatron_accepts(words):
     [
         "",
         "model.recompute_granularity=full",
-        "train.compile=block",
         "model.path=/x",
+        "model.path=/x dataset.seq_length=100000",
+        "optimizer.lr_decay_style=constant",
+        "optimizer.overlap_cpu_optimizer_d2h_h2d=True",
+        "optimizer.overlap_cpu_optimizer_d2h_h2d=False",
+        "optimizer.optimizer_staging_gib=2",
+        "optimizer.optimizer=sgd optimizer.weight_decay=0 optimizer.optimizer_staging_gib=2",
+        "dataset.text_key=body dataset.path=/x",
+        "checkpoint.save=/x checkpoint.save_interval=5",
         "checkpoint.keep=null",
         "optimizer.optimizer=sgd optimizer.decoupled_weight_decay=False",
         "model.cpu_offloading_num_layers=0",
@@ -163,6 +187,27 @@ def test_what_megatron_accepts(words):
 )
 def test_what_the_trainer_accepts(words):
     assert _messages(words.split()) == []
+
+
+def test_values_that_nothing_reads_are_refused_only_where_the_user_set_them(tmp_path):
+    switch = ["optimizer.optimizer=sgd", "optimizer.weight_decay=0"]
+    message = "optimizer.adam_beta2=0.95 has no effect while optimizer.optimizer=sgd"
+    assert _messages(switch) == []
+    assert [text for text, _ in _messages([*switch, "optimizer.adam_beta2=0.95"])] == [message]
+    file = tmp_path / "run.yaml"
+    file.write_text("model: {hf_config: {model_type: llama}}\noptimizer: {adam_beta2: 0.95}\n")
+    assert [text for text, _ in _messages(switch, recipe=file)] == [message]
+    resolved = resolve(file, switch)
+    validate(resolved.config)
+    with pytest.raises(ValueError, match=message):
+        validate(resolved.config, sources=resolved.sources)
+
+
+@pytest.mark.parametrize(
+    "word", ["optimizer.optimizer_cpu_offload=False", "optimizer.use_torch_optimizer_for_cpu_offload=True"]
+)
+def test_one_word_turns_a_recipe_s_offloading_off_or_to_torch(word):
+    assert _messages([word], recipe=DEMO) == []
 
 
 def test_all_violations_are_listed_with_their_fixes():

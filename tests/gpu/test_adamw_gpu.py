@@ -53,19 +53,17 @@ def test_streamed_is_bitwise_device(delay_seed, fraction, max_norm, resident):
 
 @pytest.mark.parametrize("delay_seed", [None, 0, 1, 2, 3])
 @pytest.mark.parametrize("attach", [False, True])
-def test_host_is_the_same_under_every_delay_and_close_to_device(delay_seed, attach):
-    # At this learning rate training is not chaotic: a different last bit stays a small difference.
-    kwargs = {"offload_fraction": 1.0, "placement": "host", "max_norm": 0.1, "lr": 1e-4}
-    expected, expected_weights, _ = run(overlap=False, **kwargs)
-    losses, actual, _ = run(delay_seed=delay_seed, attach=attach, **kwargs)
-    assert torch.equal(losses, expected)
-    assert_bitwise(actual, expected_weights)
-    on_device = run(max_norm=0.1, lr=1e-4)[0]
-    assert (losses - on_device).abs().max() < 1e-3
+@pytest.mark.parametrize("host_share", [1.0, 0.4])
+def test_host_is_bitwise_device(delay_seed, attach, host_share, resident):
+    losses, actual, _ = run(
+        delay_seed=delay_seed, attach=attach, offload_fraction=1.0, host_share=host_share, max_norm=0.1
+    )
+    assert torch.equal(losses, resident[0.1][0])
+    assert_bitwise(actual, resident[0.1][1])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_triton_agrees_with_torch_operations(dtype):
+def test_triton_gives_the_bits_of_torch_operations(dtype):
     generator = torch.Generator().manual_seed(0)
     num_elements = 100_003
     weight = torch.randn(num_elements, generator=generator).to(dtype)
@@ -83,9 +81,9 @@ def test_triton_agrees_with_torch_operations(dtype):
         for _ in range(3):
             device_update.adamw(w, g, f, row.to(d), values, scale.to(d), None)
     masters = [device_update.read_master(w, f).cpu() for w, _, f, _ in copies]
-    torch.testing.assert_close(masters[1], masters[0], rtol=1e-6, atol=1e-7)
+    assert torch.equal(masters[1], masters[0])
     for name in ("exp_avg", "exp_avg_sq"):
-        torch.testing.assert_close(copies[1][2][name].cpu(), copies[0][2][name], rtol=1e-6, atol=1e-9)
+        assert torch.equal(copies[1][2][name].cpu(), copies[0][2][name])
 
 
 @pytest.mark.parametrize("placement", ["streamed", "host"])
@@ -137,10 +135,10 @@ def test_state_leaves_the_device():
     model = build(torch.bfloat16, "cuda", width=WIDTH, num_blocks=4)
     engine = CudaEngine(torch.device("cuda"))
     optimizer = forebay.AdamW(model.parameters(), offload_fraction=1.0, chunk_elements=CHUNK, engine=engine)
+    before = torch.cuda.memory_allocated()
     loss_of(model, batch(0, "cuda")).backward()
     optimizer.step()
     optimizer.zero_grad()
     optimizer.engine.synchronize()
-    weights_bytes = sum(p.nbytes for p in model.parameters())
     assert optimizer.engine.ledger.num_bytes("device") == 0
-    assert torch.cuda.memory_allocated() < 2 * weights_bytes
+    assert torch.cuda.memory_allocated() - before < 16 * 2**20

@@ -35,6 +35,8 @@ def test_a_recipe_is_valid_and_builds(name):
     resolved = resolve(name)
     validate(resolved.config)
     validate(resolved.config, "megatron")
+    # It makes offloading fast, and does nothing without.
+    assert resolved.config.optimizer.overlap_cpu_optimizer_d2h_h2d
     assert resolved.description == recipes.load(name)["description"]
     assert _num_parameters(resolved) == NUM_PARAMETERS[name]
 

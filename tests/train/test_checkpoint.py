@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 import torch
@@ -162,11 +163,32 @@ def test_no_place_to_write(tmp_path):
         checkpoint.check_writable(tmp_path, needed_bytes=2**60)
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-def test_no_write_permission(tmp_path):
-    tmp_path.chmod(0o500)
-    with pytest.raises(CheckpointError, match=r"cannot write there .Permission denied"):
-        checkpoint.check_writable(tmp_path)
+@pytest.fixture
+def not_root():
+    """Root may write anywhere, so root becomes nobody for the time of a test."""
+    user = os.geteuid()
+    if user == 0:
+        os.seteuid(65534)
+    yield
+    os.seteuid(user)
+
+
+def test_no_write_permission(tmp_path, not_root, request):
+    folder = Path("/") if os.getuid() == 0 else tmp_path
+    if os.getuid() != 0:
+        tmp_path.chmod(0o500)
+        request.addfinalizer(lambda: tmp_path.chmod(0o700))
+    with pytest.raises(CheckpointError) as caught:
+        checkpoint.check_writable(folder / "forebay-checkpoints")
+    assert str(caught.value) == (
+        f"checkpoint.save={folder / 'forebay-checkpoints'}: cannot write there (Permission denied); "
+        "choose another folder"
+    )
+
+
+def test_a_place_where_nobody_can_write():
+    with pytest.raises(CheckpointError, match=r"checkpoint.save=/proc/forebay: cannot write there \(.+\); choose an"):
+        checkpoint.check_writable(Path("/proc/forebay"))
 
 
 def test_no_write_permission_as_reported_by_the_system(tmp_path, monkeypatch):

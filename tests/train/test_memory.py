@@ -66,6 +66,7 @@ def test_message_device_too_small():
 def test_message_host_too_small():
     with pytest.raises(DoesNotFitError) as caught:
         _check(44, 10)
+    assert "  host memory: needs at least 20.0 GiB, 10.0 GiB available (optimizer state 20.0)\n" in str(caught.value)
     assert str(caught.value).endswith("  what lowers the need:\n    less offload: saves up to 20.0 GiB\n    smaller")
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from forebay.config import resolve
 from forebay.engine import get_engine
 from forebay.host.ledger import Tier
 from forebay.train import checkpoint, trainer
@@ -113,6 +114,41 @@ def test_stopping_with_ctrl_c_and_continuing_gives_the_same_bits(resolved, tmp_p
     assert len(first) == 3
     assert _losses(both) == _losses(straight)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def _interrupt_while_saving(monkeypatch, step, times):
+    """Send Ctrl-C in the middle of writing a step's checkpoint."""
+    real = checkpoint._sync
+
+    def interrupt(path):
+        if path.name == "training_state.pt" and f"step-{step:08d}.tmp" in path.parent.name:
+            for _ in range(times):
+                os.kill(os.getpid(), signal.SIGINT)
+        real(path)
+
+    monkeypatch.setattr(checkpoint, "_sync", interrupt)
+
+
+def test_ctrl_c_while_a_checkpoint_is_written_completes_it(resolved, tmp_path, monkeypatch):
+    _interrupt_while_saving(monkeypatch, step=4, times=1)
+    options = [f"checkpoint.save={tmp_path / 'a'}", "checkpoint.save_interval=2"]
+    _, printed = _run(resolved(*options), expect=130)
+    assert "stopped by SIGINT behind step 4" in printed
+    found = checkpoint.find_checkpoint(tmp_path / "a")
+    assert found.name == "step-00000004"
+    checkpoint.verify_files(found, checkpoint.read_manifest(found))
+
+
+def test_a_second_ctrl_c_while_a_checkpoint_is_written_keeps_the_previous(resolved, tmp_path, monkeypatch):
+    options = [f"checkpoint.save={tmp_path / 'a'}", "checkpoint.save_interval=2"]
+    with monkeypatch.context() as patch:
+        _interrupt_while_saving(patch, step=4, times=2)
+        with pytest.raises(KeyboardInterrupt):
+            _run(resolved(*options))
+    assert [folder.name for folder in (tmp_path / "a").iterdir() if folder.is_dir()] == ["step-00000002"]
+    _, printed = _run(resolved(*options, f"checkpoint.load={tmp_path / 'a'}"))
+    assert "continues behind step 2, sequence 8" in printed
+    assert "step 6 | saved" in printed
 
 
 def test_ctrl_c_without_a_checkpoint_folder(resolved, monkeypatch):
@@ -323,13 +359,23 @@ def test_refused_before_allocation(resolved, tmp_path, text, monkeypatch):
         with pytest.raises(ValueError, match=r"started as one of 2 processes .*start it without torchrun"):
             train(resolved())
     with pytest.raises(ValueError, match=r"the training text has .* tokens, shorter than one sequence"):
-        train(resolved("dataset.seq_length=100000"))
+        train(resolved("dataset.seq_length=100000", "model.max_position_embeddings=100000"))
+    empty = tmp_path / "empty.txt"
+    empty.write_text("")
+    with pytest.raises(ValueError, match=r"dataset.path=.*empty.txt: the dataset is empty"):
+        train(resolved(f"dataset.path={empty}"))
+    with pytest.raises(ValueError, match=r"model.hf_config.rms_norm_epsilon: LlamaConfig of transformers has no such"):
+        train(resolved("model.hf_config.rms_norm_epsilon=1e-6"))
+    with pytest.raises(ValueError, match=r"dataset.text_key=body has no effect while dataset.path is null"):
+        train(resolve("tiny_llama_demo", ["dataset.text_key=body"]))
     with pytest.raises(ValueError, match=r"bytes: has 256 tokens, but model.vocab_size=100; set model.vocab_size=256"):
         train(resolved("model.vocab_size=100"))
     with pytest.raises(FileNotFoundError, match="no such file or folder"):
         train(resolved("dataset.path=/nowhere.txt"))
     with pytest.raises(checkpoint.CheckpointError, match=r"checkpoint.save=.*: cannot write there"):
         train(resolved(f"checkpoint.save={text}/below"))
+    with pytest.raises(checkpoint.CheckpointError, match=r"logger.output_dir=.*: cannot write there \(File exists\)"):
+        train(resolved(f"logger.output_dir={text}"))
     with pytest.raises(FileNotFoundError, match=r"checkpoint.load=.*: no such folder"):
         train(resolved(f"checkpoint.load={tmp_path / 'gone'}"))
 
@@ -355,9 +401,21 @@ def test_refused_checkpoints(resolved, tmp_path, nothing_allocated, monkeypatch)
 
 
 @pytest.mark.usefixtures("nothing_allocated")
-def test_what_cannot_fit_is_refused(resolved, monkeypatch):
-    from forebay.config import resolve
+def test_host_memory_too_small_for_what_is_offloaded(resolved, monkeypatch):
+    monkeypatch.setattr("forebay.train.memory.available_bytes", lambda device: (2**40, 2**10))
+    with pytest.raises(DoesNotFitError) as caught:
+        train(resolved(*OFFLOADS["host"]))
+    lines = str(caught.value).splitlines()
+    assert re.fullmatch(r"  host memory: needs at least 0.0 GiB, 0.0 GiB available \(.*\)", lines[2])
+    assert lines[4].startswith("    a lower optimizer.optimizer_offload_fraction (now 0.5): saves up to")
+    monkeypatch.setattr("forebay.train.memory.available_bytes", lambda device: (2**40, 2**40))
+    monkeypatch.setenv("FOREBAY_HOST_MEMORY_GIB", "1e-5")
+    with pytest.raises(MemoryError, match=r"the optimizer needs .* GiB of pinned host memory, but only 1e-05 GiB are"):
+        train(resolved(*OFFLOADS["host"]))
 
+
+@pytest.mark.usefixtures("nothing_allocated")
+def test_what_cannot_fit_is_refused(resolved, monkeypatch):
     words = (
         "optimizer.optimizer_cpu_offload=True optimizer.optimizer_offload_fraction=0.5 train.train_iters=20 "
         "train.global_batch_size=8 train.micro_batch_size=1 train.device=cpu"

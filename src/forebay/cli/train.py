@@ -18,7 +18,7 @@ def run(arguments: argparse.Namespace) -> int:
     from forebay.config.rules import validate
 
     resolved = resolve(arguments.recipe, arguments.words)
-    validate(resolved.config)
+    validate(resolved.config, sources=resolved.sources)
     # Only now: a mistake in the configuration is answered without waiting for torch.
     from forebay.train.trainer import NonFiniteLossError, train
 

@@ -16,6 +16,7 @@ from forebay.config.schema import Config
 
 COMMAND_LINE = "command line"
 DEFAULT = "default"
+_FILE = "file "
 
 
 @dataclasses.dataclass
@@ -74,7 +75,7 @@ def resolve(recipe_or_path: str | Path, overrides: Sequence[str] = ()) -> Resolv
     """
     name = str(recipe_or_path)
     if isinstance(recipe_or_path, Path) or name.endswith((".yaml", ".yml")) or "/" in name:
-        where = f"file {name}"
+        where = f"{_FILE}{name}"
         data = _read_file(Path(name).expanduser(), where)
     else:
         where = f"recipe {name}"
@@ -103,6 +104,11 @@ def resolve(recipe_or_path: str | Path, overrides: Sequence[str] = ()) -> Resolv
         _record(sources, key, value, COMMAND_LINE)
     _check_fields_take_effect(config, sources)
     return Resolved(config, name, description, sources)
+
+
+def is_from_user(source: str | None) -> bool:
+    """Return whether a source, None for the default, is the command line or a file of the user's own."""
+    return source is not None and (source == COMMAND_LINE or source.startswith(_FILE))
 
 
 def _check_fields_take_effect(config: Config, sources: Mapping[str, str]) -> None:

@@ -31,6 +31,7 @@ class Rule:
             architecture key's, taken from ``hf_config`` if it is not overridden.
         fix: what to set instead.
         engines: where it holds.
+        only_if_user_set: a key; the rule holds only when the user gave it a value, not when a recipe did.
     """
 
     id: str
@@ -38,6 +39,7 @@ class Rule:
     message: str
     fix: str
     engines: tuple[Engine, ...] = BOTH
+    only_if_user_set: str | None = None
 
 
 def get(config: Config, key: str) -> Any:
@@ -115,10 +117,6 @@ def _layers_out_of_range(config: Config) -> bool:
     model, total = config.model, size(config, "num_layers")
     # Megatron checks the range only when offloading; forebay always, since the number means nothing else.
     return model.cpu_offloading_num_layers < 0 or (total is not None and model.cpu_offloading_num_layers >= total)
-
-
-def _set_keys(config: Config, keys: tuple[str, ...]) -> bool:
-    return any(get(config, key) != field_default(key) for key in keys)
 
 
 def _offloads(config: Config) -> bool:
@@ -235,8 +233,6 @@ _FINE_GRAINED_KEYS = (
 _OPTIMIZER_OFFLOAD_KEYS = (
     "optimizer.optimizer_offload_fraction",
     "optimizer.optimizer_offload_placement",
-    "optimizer.optimizer_staging_gib",
-    "optimizer.overlap_cpu_optimizer_d2h_h2d",
     "optimizer.use_torch_optimizer_for_cpu_offload",
     "optimizer.pin_cpu_grads",
     "optimizer.pin_cpu_params",
@@ -267,17 +263,20 @@ def _needs(key: str, switch: str, is_on: Callable[[Config], bool] | None = None)
         f"{key}={{{key}}} has no effect while {switch}={{{switch}}}",
         f"{switch}=True, or leave {key} at {field_default(key)}",
         NATIVE,
+        only_if_user_set=key,
     )
 
 
 def _unread(key: str, is_unread: Callable[[Config], bool], why: str, fix: str) -> Rule:
+    # A recipe's value is no mistake of the user who changes something else.
     default = field_default(key)
     return Rule(
         f"{key}_unread",
         lambda config: get(config, key) != default and is_unread(config),
-        f"{key}={{{key}}} has no effect with {why}",
+        f"{key}={{{key}}} has no effect while {why}",
         f"{fix}, or {key}={'null' if default is None else default}",
         NATIVE,
+        only_if_user_set=key,
     )
 
 
@@ -354,17 +353,14 @@ _NATIVE = (
         "optimizer.use_torch_optimizer_for_cpu_offload=True, or optimizer.optimizer=adamw",
         NATIVE,
     ),
-    Rule(
-        "torch_classes_have_no_placement",
-        lambda config: (
-            _uses_torch_classes(config)
-            and _set_keys(config, ("optimizer.optimizer_offload_placement", "optimizer.optimizer_staging_gib"))
-        ),
-        "optimizer.optimizer_offload_placement={optimizer.optimizer_offload_placement} and optimizer."
-        "optimizer_staging_gib={optimizer.optimizer_staging_gib} have no effect where torch.optim does the updates",
-        "optimizer.optimizer_offload_placement=auto and optimizer.optimizer_staging_gib=0.0, or "
-        "optimizer.use_torch_optimizer_for_cpu_offload=False",
-        NATIVE,
+    *(
+        _unread(
+            key,
+            lambda config: _uses_torch_classes(config) and _offloads(config),
+            "torch.optim does the updates",
+            "optimizer.use_torch_optimizer_for_cpu_offload=False",
+        )
+        for key in ("optimizer.optimizer_offload_placement", "optimizer.optimizer_staging_gib")
     ),
     Rule(
         "pinning_agrees",
@@ -384,18 +380,20 @@ _NATIVE = (
         "optimizer.decoupled_weight_decay=True with adamw and False with adam and sgd, or optimizer.weight_decay=0",
         NATIVE,
     ),
+    _not_yet("train.compile", "train.compile=none"),
     Rule(
-        "compile_needs_device_optimizer",
-        lambda config: config.train.compile != "none" and _offloads(config),
-        "train.compile={train.compile}: with an offloaded optimizer each module waits for its weights in a hook, which "
-        "torch.compile does not keep",
-        "train.compile=none, or optimizer.optimizer_offload_fraction=0.0",
+        "fp16_needs_loss_scaling",
+        lambda config: config.model.params_dtype == "fp16",
+        "model.params_dtype=fp16: small gradients become zero in fp16, and forebay train has no loss scaling",
+        "model.params_dtype=bf16, which has the range of fp32",
         NATIVE,
     ),
     *(_shape_of_path(key) for key in ARCHITECTURE_KEYS),
-    *(
-        _unread(key, lambda config: config.checkpoint.save is None, "checkpoint.save is null", "checkpoint.save=FOLDER")
-        for key in ("checkpoint.save_interval", "checkpoint.keep")
+    _unread(
+        "checkpoint.save_interval",
+        lambda config: config.checkpoint.save is None,
+        "checkpoint.save is null",
+        "checkpoint.save=FOLDER",
     ),
     _unread(
         "dataset.text_key", lambda config: config.dataset.path is None, "dataset.path is null", "dataset.path=FILE"

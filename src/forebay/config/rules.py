@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Mapping
 from typing import Any, get_args
 
 from forebay.config.hf import hf_config_dict
-from forebay.config.rule_table import RULES, Engine, get, size
+from forebay.config.resolve import is_from_user
+from forebay.config.rule_table import RULES, Engine, Rule, get, size
 from forebay.config.schema import Config
 
 
@@ -26,12 +28,16 @@ class Violation:
     fix: str
 
 
-def violations(config: Config, engine: Engine = "native") -> list[Violation]:
+def violations(
+    config: Config, engine: Engine = "native", *, sources: Mapping[str, str] | None = None
+) -> list[Violation]:
     """Return everything that ``engine`` refuses about a configuration.
 
     Args:
         config: all values of their right type.
         engine: ``"native"``, forebay's own trainer, or ``"megatron"``. Default ``"native"``.
+        sources: of the values, from :class:`forebay.config.Resolved`. Values that nothing reads are refused only
+            where the sources say that they are the user's own. Default None: unread values pass.
 
     Raises:
         ValueError: for an unknown engine.
@@ -41,7 +47,7 @@ def violations(config: Config, engine: Engine = "native") -> list[Violation]:
     found = [
         Violation(rule.id, _fill(rule.message, config), rule.fix)
         for rule in RULES
-        if engine in rule.engines and rule.is_broken(config)
+        if engine in rule.engines and _concerns(rule, sources or {}) and rule.is_broken(config)
     ]
     if config.model.path is None:
         try:
@@ -52,17 +58,18 @@ def violations(config: Config, engine: Engine = "native") -> list[Violation]:
     return found
 
 
-def validate(config: Config, engine: Engine = "native") -> None:
+def validate(config: Config, engine: Engine = "native", *, sources: Mapping[str, str] | None = None) -> None:
     """Check what the values of a configuration mean together.
 
     Args:
         config: all values of their right type.
         engine: see :func:`violations`.
+        sources: see :func:`violations`.
 
     Raises:
         ValueError: listing every violation, numbered, each with its fix.
     """
-    found = violations(config, engine)
+    found = violations(config, engine, sources=sources)
     if not found:
         return
     what = "1 setting is" if len(found) == 1 else f"{len(found)} settings are"
@@ -70,6 +77,10 @@ def validate(config: Config, engine: Engine = "native") -> None:
     for number, violation in enumerate(found, start=1):
         lines += [f"  {number}. {violation.message}", f"     fix: {violation.fix}"]
     raise ValueError("\n".join(lines))
+
+
+def _concerns(rule: Rule, sources: Mapping[str, str]) -> bool:
+    return rule.only_if_user_set is None or is_from_user(sources.get(rule.only_if_user_set))
 
 
 def _fill(text: str, config: Config) -> str:

@@ -165,7 +165,7 @@ class TrainConfig:
     deterministic: bool = False
     """Use only kernels that give the same bits in every run."""
     compile: CompileKind = "none"
-    """What ``torch.compile`` compiles: each transformer ``block``, or the ``model``."""
+    """What ``torch.compile`` compiles: each transformer ``block``, or the ``model``. Not in ``forebay train`` yet."""
 
 
 @dataclass

@@ -107,8 +107,9 @@ def _update_segment(algorithm: str, segment: Segment, hyper: Hyper, grad_scale: 
     if algorithm in ("ADAM", "ADAMW"):
         assert m is not None
         assert v is not None
-        m.lerp_(g, 1 - hyper.beta1)
-        v.mul_(hyper.beta2).addcmul_(g, g, value=1 - hyper.beta2)
+        from_grad = 1 - hyper.beta1 >= 0.5
+        m.copy_((g if from_grad else m) + (g - m) * (-hyper.beta1 if from_grad else 1 - hyper.beta1))
+        v.mul_(hyper.beta2).add_((g * (1 - hyper.beta2)) * g)
         denominator = (v.sqrt() / (1 - hyper.beta2 ** (step + 1)) ** 0.5).add_(hyper.eps)
         p.addcdiv_(m, denominator, value=-hyper.lr / (1 - hyper.beta1 ** (step + 1)))
     elif algorithm == "LION":

@@ -31,7 +31,7 @@ PLACEMENTS = ("auto", "streamed", "host")
 # differ by a power of two evict each other from the first-level cache (measured on Zen 4, see docs/log.md).
 DEFAULT_CHUNK_ELEMENTS = 16 * 2**20 - 9 * 1024
 # Copies and host updates run side by side; see docs/log.md for the measurement this share comes from.
-_AUTO_HOST_SHARE = 0.4
+_AUTO_HOST_SHARE = 0.33
 _NUM_STREAM_SLOTS = 3
 
 
@@ -250,6 +250,7 @@ class AdamW(Optimizer):
         scalars = StepScalars(self._num_rows, self.engine.device)
         if self._scalars is not None:
             scalars.steps[: len(self._scalars.steps)] = self._scalars.steps
+            scalars.set_steps(self._scalars.most_steps)
         self._scalars = scalars
         self._versions += [_version(param) for param in new]
         self._num_backwards += [0] * len(new)

@@ -1,8 +1,8 @@
 """AdamW on the device, for state that lives there or visits.
 
-One arithmetic, two implementations: a Triton kernel on CUDA, one launch per segment, and torch operations
-elsewhere. Both are elementwise, so how parameters are cut into segments and chunks, and where the state came
-from, changes no bit of the result.
+One arithmetic, three implementations: the host kernel in ``native/``, a Triton kernel on CUDA, one launch per
+segment, and torch operations elsewhere. Each is the same IEEE operations in the same order, so neither where a
+parameter is updated nor how it is cut into segments and chunks changes a bit of the result.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ class StepScalars:
 
     Attributes:
         steps: fp32 (num_segments,), how many updates each segment has had, like ``step`` in torch's AdamW.
+        most_steps: no entry of ``steps`` is larger.
         rows: fp32 (num_segments, 3): ``1 - lr * weight_decay``, ``lr / bias_correction1`` and
             ``sqrt(bias_correction2)``.
     """
@@ -53,6 +54,7 @@ class StepScalars:
         self.rows = torch.zeros(num_segments, 3, dtype=torch.float32, device=device)
         self._inputs: torch.Tensor | None = None
         self._last: list[tuple[float, ...]] | None = None
+        self.most_steps = 0
 
     def advance(self, inputs: list[tuple[float, ...]], skip: torch.Tensor | None) -> None:
         """Count a step and fill ``rows``.
@@ -68,12 +70,31 @@ class StepScalars:
         assert self._inputs is not None
         lr, weight_decay, beta1, beta2, active = self._inputs.unbind(1)
         self.steps += active if skip is None else active * (skip == 0)
-        # The double-precision powers are what torch computes in Python; in fp32 1 - beta2**step would lose
-        # half its digits at the first steps.
-        steps = self.steps.double()
+        self.most_steps += 1
+        # Double precision, because in fp32 1 - beta2**step would lose half its digits at the first steps.
+        powers = _powers(torch.stack((beta1, beta2)), self.steps.to(torch.int64), self.most_steps.bit_length())
         self.rows[:, 0] = 1 - lr * weight_decay
-        self.rows[:, 1] = lr / (1 - beta1**steps)
-        self.rows[:, 2] = (1 - beta2**steps).sqrt()
+        self.rows[:, 1] = lr / (1 - powers[0])
+        self.rows[:, 2] = (1 - powers[1]).sqrt()
+
+    def set_steps(self, most_steps: int) -> None:
+        """Say how far ``steps``, which was written to from outside, may have counted."""
+        self.most_steps = most_steps
+
+
+def _powers(bases: torch.Tensor, exponents: torch.Tensor, num_bits: int) -> torch.Tensor:
+    # By squaring, as the host kernel does: two libraries' pow need not agree in the last bit.
+    result = torch.ones_like(bases)
+    for bit in range(num_bits):
+        result = torch.where(exponents >> bit & 1 == 1, result * bases, result)
+        bases = bases * bases
+    return result
+
+
+def lerp_constants(beta1: float) -> tuple[bool, float]:
+    """Return whether the first moment is interpolated from the gradient's end, and the weight, as torch.lerp does."""
+    from_grad = 1 - beta1 >= 0.5
+    return from_grad, -beta1 if from_grad else 1 - beta1
 
 
 def adamw(
@@ -110,9 +131,12 @@ def adamw(
     decay, step_size, sqrt_correction2 = row.unbind()
     exp_avg, exp_avg_sq = fields["exp_avg"], fields["exp_avg_sq"]
     value = read_master(weight, fields) * decay
-    new_avg = exp_avg + (g - exp_avg) * (1 - values.beta1)
-    new_avg_sq = exp_avg_sq * values.beta2 + g * g * (1 - values.beta2)
-    value -= step_size * new_avg / (new_avg_sq.sqrt() / sqrt_correction2 + values.eps)
+    from_grad, weight_of_difference = lerp_constants(values.beta1)
+    new_avg = (g if from_grad else exp_avg) + (g - exp_avg) * weight_of_difference
+    new_avg_sq = exp_avg_sq * values.beta2 + (g * (1 - values.beta2)) * g
+    # torch's fp32 square root on the CPU is not always the nearest value; rounded from double precision it is.
+    root = new_avg_sq.double().sqrt().float()
+    value -= step_size * new_avg / (root / sqrt_correction2 + values.eps)
     if skip is not None:
         keep = skip == 0
         value = torch.where(keep, value, read_master(weight, fields))

@@ -168,6 +168,9 @@ def load(optimizer: AdamW, state_dict: Mapping[str, Any]) -> None:
             optimizer._pending_masters[param] = SavedMaster(entry["master_remainder"], checksum)
         elif "master_param" in entry:
             optimizer._pending_masters[param] = SavedMaster(master=entry["master_param"])
+    most_steps = max((int(float(entry.get("step", 0))) for entry in entries.values()), default=0)
+    assert optimizer._scalars is not None
+    optimizer._scalars.set_steps(most_steps)
     # Until the saved masters turn out to belong to the weights, the weights are the masters.
     optimizer._refresh(set(range(len(optimizer._tensors))))
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-if TYPE_CHECKING:
-    from forebay.optim.device_update import GroupValues
+from forebay.optim.device_update import GroupValues, lerp_constants
 
 _BLOCK = 2048
 
@@ -26,11 +25,12 @@ def _adamw_kernel(  # type: ignore[no-untyped-def]
     grad_scale_ptr,
     skip_ptr,
     num_elements,
-    beta1_complement,
+    lerp_weight,
     beta2,
     beta2_complement,
     eps,
     MASTER: tl.constexpr,  # 0 none, 1 remainder, 2 fp32
+    FROM_GRAD: tl.constexpr,
     SCALE: tl.constexpr,
     SKIP: tl.constexpr,
     MAXIMIZE: tl.constexpr,
@@ -59,8 +59,9 @@ def _adamw_kernel(  # type: ignore[no-untyped-def]
     else:
         value = tl.load(weight_ptr + index, inside, other=0)
     value = value * decay
-    exp_avg = exp_avg + (grad - exp_avg) * beta1_complement
-    exp_avg_sq = exp_avg_sq * beta2 + grad * grad * beta2_complement
+    difference = (grad - exp_avg) * lerp_weight
+    exp_avg = (grad if FROM_GRAD else exp_avg) + difference
+    exp_avg_sq = exp_avg_sq * beta2 + (grad * beta2_complement) * grad
     denominator = tl.div_rn(tl.sqrt_rn(exp_avg_sq), sqrt_correction2) + eps
     value = value - tl.div_rn(step_size * exp_avg, denominator)
     tl.store(exp_avg_ptr + index, exp_avg, inside)
@@ -92,6 +93,7 @@ def adamw(
     low: Any = fields.get("remainder", fields.get("master"))
     kind = 1 if "remainder" in fields else 2 if "master" in fields else 0
     num_elements = weight.numel()
+    from_grad, lerp_weight = lerp_constants(values.beta1)
     _adamw_kernel[(triton.cdiv(num_elements, _BLOCK),)](
         weight,
         grad,
@@ -102,11 +104,12 @@ def adamw(
         grad_scale if grad_scale is not None else row,
         skip if skip is not None else row,
         num_elements,
-        1 - values.beta1,
+        lerp_weight,
         values.beta2,
         1 - values.beta2,
         values.eps,
         MASTER=kind,
+        FROM_GRAD=from_grad,
         SCALE=grad_scale is not None,
         SKIP=skip is not None,
         MAXIMIZE=values.maximize,

@@ -63,8 +63,13 @@ def model_fields(model: Any) -> dict[str, Any]:
     return {key: value for key, value in sorted(fields.items()) if key not in _VOLATILE_FIELDS}
 
 
-def check_writable(root: Path, *, needed_bytes: int = 0) -> None:
+def check_writable(root: Path, *, needed_bytes: int = 0, setting: str = "checkpoint.save") -> None:
     """Make ``root`` and try to write there, before any training is done.
+
+    Args:
+        root: the folder.
+        needed_bytes: what one checkpoint takes. Default 0.
+        setting: that names the folder, for the message.
 
     Raises:
         CheckpointError: when that fails, or the disk is too full for one checkpoint.
@@ -76,11 +81,11 @@ def check_writable(root: Path, *, needed_bytes: int = 0) -> None:
         free_bytes = shutil.disk_usage(root).free
     except OSError as error:
         raise CheckpointError(
-            f"checkpoint.save={root}: cannot write there ({error.strerror or error}); choose another folder"
+            f"{setting}={root}: cannot write there ({error.strerror or error}); choose another folder"
         ) from None
     if free_bytes < needed_bytes:
         raise CheckpointError(
-            f"checkpoint.save={root}: a checkpoint takes about {needed_bytes / 2**30:.2f} GiB and "
+            f"{setting}={root}: a checkpoint takes about {needed_bytes / 2**30:.2f} GiB and "
             f"{free_bytes / 2**30:.2f} GiB are free; free some space or choose another folder"
         )
 

@@ -8,6 +8,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from forebay.train.attention import causal_attention
+from forebay.train.hf_fields import check_fields
+
 INSTALL_HINT = "pip install 'forebay[train]'"
 
 
@@ -20,10 +23,10 @@ def load_hf_config(fields: dict[str, Any] | None, folder: str | None) -> Any:
 
     Raises:
         FileNotFoundError: when there is no such folder.
-        ValueError: when transformers is missing, does not know the model type, or rejects a value.
+        ValueError: when transformers is missing, does not know the model type or a field, or rejects a value.
     """
     try:
-        from transformers import AutoConfig
+        from transformers import CONFIG_MAPPING, AutoConfig
     except ImportError as error:
         raise ValueError(f"models come from transformers, which is not installed; {INSTALL_HINT}") from error
     if folder is not None:
@@ -37,6 +40,8 @@ def load_hf_config(fields: dict[str, Any] | None, folder: str | None) -> Any:
     assert fields is not None
     given = dict(fields)
     model_type = given.pop("model_type")
+    if model_type in CONFIG_MAPPING:
+        check_fields(CONFIG_MAPPING[model_type], given)
     try:
         return AutoConfig.for_model(model_type, **given)
     except Exception as error:  # transformers validates with exceptions of huggingface_hub's own
@@ -56,9 +61,10 @@ def build_on_meta(hf_config: Any, dtype: torch.dtype, *, attention: str = "sdpa"
             f"model type {hf_config.model_type!r} has no causal language model in transformers; choose one that "
             "AutoModelForCausalLM supports, such as llama or qwen3"
         )
+    chosen = causal_attention(hf_config, AutoModelForCausalLM._model_mapping[type(hf_config)], attention)
     try:
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(hf_config, dtype=dtype, attn_implementation=attention)
+            return AutoModelForCausalLM.from_config(hf_config, dtype=dtype, attn_implementation=chosen)
     except (ValueError, RuntimeError, TypeError, ZeroDivisionError, AttributeError) as error:
         raise ValueError(f"transformers cannot build this {hf_config.model_type} model: {error}") from error
 
@@ -83,7 +89,8 @@ def build_on_device(
         device: where they live.
         seed: of random weights; sets torch's generators.
         folder: a local checkpoint to load. Default None: random weights.
-        attention: transformers' implementation, ``"sdpa"`` or ``"eager"``.
+        attention: transformers' implementation, ``"sdpa"`` or ``"eager"``; see
+            :func:`forebay.train.attention.causal_attention`.
 
     Raises:
         ValueError: when the folder's weights cannot be loaded or do not cover the model.
@@ -91,6 +98,7 @@ def build_on_device(
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
+    attention = causal_attention(hf_config, AutoModelForCausalLM._model_mapping[type(hf_config)], attention)
     torch.manual_seed(seed)
     if folder is None:
         with torch.device(device):

@@ -19,7 +19,7 @@ from forebay.train.model import build_on_meta, load_hf_config, num_parameters, p
 from forebay.train.optimizers import optimizer_plan
 from forebay.train.schedule import check_schedule
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}  # a rule of forebay.config refuses fp16
 
 
 @dataclass
@@ -141,6 +141,7 @@ def prepare(config: Config) -> Prepared:
                 f"{resume_from}: has done {manifest.step} steps and train.train_iters={config.train.train_iters}, so "
                 "nothing is left to do; raise train.train_iters"
             )
+    checkpoint.check_writable(Path(config.logger.output_dir).expanduser(), setting="logger.output_dir")
     if config.checkpoint.save is not None:
         _check_save(Path(config.checkpoint.save).expanduser(), resume_from, model)
 

@@ -10,7 +10,7 @@ from typing import Any, TextIO
 
 import torch
 
-from forebay.config import Resolved, dump
+from forebay.config import Resolved, dump, validate
 from forebay.config.schema import Config
 from forebay.engine import get_engine
 from forebay.host.ledger import Tier
@@ -62,7 +62,6 @@ class Trainer:
         self.position = 0  # sequences consumed since the start of training
         self.num_micro_batches = num_micro_batches(config)
         self._folder = Path(config.logger.output_dir).expanduser()
-        self._folder.mkdir(parents=True, exist_ok=True)
         if config.checkpoint.save is not None:
             self._checkpoints: Path | None = Path(config.checkpoint.save).expanduser()
         else:
@@ -344,6 +343,8 @@ class Trainer:
 
 def train(resolved: Resolved) -> int:
     """Train what a resolved recipe describes and return the exit code: 0, or 130 after Ctrl-C."""
+    # Once more in the constructor, which does not know which values the user set.
+    validate(resolved.config, sources=resolved.sources)
     with Trainer(resolved.config, config_yaml=dump(resolved)) as trainer:
         return trainer.run()
 
