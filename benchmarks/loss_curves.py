@@ -2,7 +2,8 @@
 
     python benchmarks/loss_curves.py --output benchmarks/results/loss_curves_llama_1b.csv
 
-Writes the loss of every step at every fraction, and beside it (``..._summary.csv``) peak memory, milliseconds a
+Deterministic algorithms are on: the backward of attention adds in any order otherwise, and two runs without any
+offload then differ as much as these do. Writes the loss of every step at every fraction, and beside it (``..._summary.csv``) peak memory, milliseconds a
 step and the largest difference to the first fraction.
 """
 
@@ -28,6 +29,7 @@ def run(recipe: str, fraction: float, num_steps: int, words: list[str], folder: 
         "optimizer.overlap_cpu_optimizer_d2h_h2d=True",
     ]
     fixed = [f"train.train_iters={num_steps}", f"logger.output_dir={folder}", "logger.progress=plain"]
+    fixed.append("train.deterministic=True")
     command = [sys.executable, "-m", "forebay", "train", recipe, *offload, *fixed, *words]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:

@@ -102,7 +102,8 @@ class CudaEngine(Engine):
         torch.zeros(1, device=self.device)  # loads the runtime and makes the context
         self._runtime = _runtime()
         self._streams = {lane: torch.cuda.Stream(self.device) for lane in SIDE_LANES}
-        self._detour = torch.cuda.Stream(self.device)
+        # One each: through a shared one, a lane would wait for the other's copies.
+        self._detours = {lane: torch.cuda.Stream(self.device) for lane in (Lane.DOWN, Lane.UP)}
         self._log = TaskLog()
         self._traffic = Traffic()
         # Pairs of events around the waits that may have stalled the compute stream.
@@ -174,21 +175,21 @@ class CudaEngine(Engine):
         with torch.cuda.stream(stream), torch.no_grad():
             destination.view(-1).copy_(source.view(-1), non_blocking=True)
         if source.nbytes >= _GAP_BYTES:
-            self._leave_gap(stream)
+            self._leave_gap(stream, self._detours[lane])
         # Without a reference the caching allocator could give the device side to another tensor of the compute
         # stream, or the host side be unmapped, while this copy still uses it.
         on_device, on_host = self._open[lane]
         for tensor in (destination, source):
             (on_device if tensor.is_cuda else on_host).append(tensor)
 
-    def _leave_gap(self, stream: torch.cuda.Stream) -> None:
+    def _leave_gap(self, stream: torch.cuda.Stream, detour: torch.cuda.Stream) -> None:
         # A copy engine that has the next copy of a stream at hand does not look at other streams. The user's own
         # small copies, such as reading a loss, then wait for all of ours: 91 ms behind 4.8 GB, measured, against
         # 2.5 ms with this detour over another stream, which costs no throughput.
         away, back = torch.cuda.Event(), torch.cuda.Event()
         away.record(stream)
-        self._detour.wait_event(away)
-        back.record(self._detour)
+        detour.wait_event(away)
+        back.record(detour)
         stream.wait_event(back)
 
     def host_task(
