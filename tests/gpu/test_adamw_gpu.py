@@ -12,7 +12,7 @@ import forebay
 from forebay.engine.cuda import CudaEngine
 from forebay.host import kernels
 from forebay.optim import device_update
-from forebay.optim.adamw import plan_memory
+from forebay.optim.options import plan_memory
 
 pytestmark = pytest.mark.gpu
 

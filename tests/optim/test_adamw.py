@@ -15,7 +15,8 @@ import forebay
 from forebay.engine import HostTaskError, Lane
 from forebay.engine.sim import RaceError, SimEngine
 from forebay.host import kernels
-from forebay.optim.adamw import plan_memory
+from forebay.optim.layout import Placement
+from forebay.optim.options import plan_memory
 from forebay.optim.streamed_share import StreamedShare
 
 SEEDS = range(50)
@@ -353,7 +354,7 @@ class TestSemantics:
             model.named_parameters(), offload_fraction=1.0, placement="host", engine=SimEngine(0), chunk_elements=CHUNK
         )
         train(model, optimizer, num_steps=1)
-        task = next(iter(optimizer._shares[list(optimizer._shares)[2]]._host_chunks[0].tasks.values()))
+        task = next(iter(optimizer.placed.shares[Placement.HOST]._host_chunks[0].tasks.values()))
         task._c_task.status = 3
         with pytest.raises(HostTaskError, match=r"embedding\.weight.*failed with status 3"):
             train(model, optimizer, num_steps=1)
@@ -506,6 +507,25 @@ class TestMemory:
             for tier in ("device", "pinned", "pageable"):
                 for purpose in ("optimizer_state", "weights", "gradients"):
                     assert engine.ledger.num_bytes(tier, purpose) == plan[tier].get(purpose, 0), (tier, purpose)
+
+    def test_a_frozen_parameter_has_state_from_its_first_gradient_on(self):
+        def go(**kwargs):
+            engine = SimEngine(3)
+            model = build()
+            model.head.weight.requires_grad_(False)
+            optimizer = optimizer_for(model, engine, **kwargs)
+            train(model, optimizer, num_steps=2)
+            held = sum(engine.ledger.num_bytes(purpose=purpose) for purpose in ("optimizer_state", "master_weights"))
+            model.head.weight.requires_grad_(True)
+            train(model, optimizer, num_steps=3, first_step=2)
+            return weights(model), held, optimizer.state_dict()
+
+        expected, held, _ = go(offload_fraction=0.0)
+        trained = sum(param.numel() for name, param in build().named_parameters() if name != "head.weight")
+        assert 10 * trained <= held < 10.5 * trained
+        actual, _, state = go(offload_fraction=1.0, host_share=0.5)
+        assert_bitwise(actual, expected)
+        assert float(state["state"][len(expected) - 1]["step"]) == 3
 
     def test_ten_bytes_of_state_for_a_bf16_element(self):
         params = [torch.empty(1 << 20, dtype=torch.bfloat16, device="meta")]

@@ -5,76 +5,19 @@ from __future__ import annotations
 import copy
 import dataclasses
 import time
-import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
-from torch.utils.hooks import RemovableHandle
 
 from forebay.engine import Engine, Traffic, get_engine
-from forebay.optim import device_update, layout, state_dict
-from forebay.optim.chunk_state import PARAM_DTYPES, region_bytes
-from forebay.optim.device_update import GroupValues, StepScalars
-from forebay.optim.gates import Gates
-from forebay.optim.host_share import CONTROL_BYTES, HostShare
-from forebay.optim.layout import Chunk, ParamSpec, Placement
-from forebay.optim.shares import DeviceShare, Share, StepContext
-from forebay.optim.streamed_share import StreamedShare
-from forebay.optim.tide import Tide
-
-PLACEMENTS = ("auto", "streamed", "host")
-# About 16 Mi elements: a chunk of bf16 parameters has 160 MiB of state, which copies at full speed. Not a power
-# of two, because the host kernel reads several fields that are then this far apart, and streams whose addresses
-# differ by a power of two evict each other from the first-level cache (measured on Zen 4, see docs/log.md).
-DEFAULT_CHUNK_ELEMENTS = 16 * 2**20 - 9 * 1024
-# Copies and host updates run side by side; see docs/log.md for the measurement this share comes from.
-_AUTO_HOST_SHARE = 0.33
-_NUM_STREAM_SLOTS = 3
-
-
-@dataclasses.dataclass(frozen=True)
-class _Options:
-    offload_fraction: float
-    placement: str
-    host_share: float | None
-    overlap: bool
-    staging_gib: float
-    pinned: bool
-    skip_nonfinite: bool
-    chunk_elements: int
-
-    def __post_init__(self) -> None:
-        if not 0.0 <= self.offload_fraction <= 1.0:
-            raise ValueError(
-                f"offload_fraction must be between 0.0 and 1.0, got {self.offload_fraction}: it is the share of "
-                "the optimizer state that is held on the host"
-            )
-        if self.placement not in PLACEMENTS:
-            raise ValueError(f"unknown placement {self.placement!r}; choose one of {', '.join(PLACEMENTS)}")
-        if self.host_share is not None and not 0.0 <= self.host_share <= 1.0:
-            raise ValueError(
-                f"host_share must be between 0.0 and 1.0, got {self.host_share}: it is the part of what is offloaded "
-                "that the host updates"
-            )
-        if self.host_share is not None and self.placement != "auto":
-            raise ValueError(
-                f"host_share={self.host_share} divides what is offloaded, which placement={self.placement!r} does too; "
-                "give one of them"
-            )
-        if not self.staging_gib >= 0.0:
-            raise ValueError(f"staging_gib must not be negative, got {self.staging_gib}")
-        if self.chunk_elements < 4096:
-            raise ValueError(f"chunk_elements must be at least 4096, got {self.chunk_elements}")
-
-    def host_share_on(self, device: torch.device) -> float:
-        """Return the share of the offloaded part that is updated on the host when training on ``device``."""
-        if self.host_share is not None:
-            return self.host_share
-        auto = _AUTO_HOST_SHARE if device.type != "cpu" else 0.0
-        return {"auto": auto, "streamed": 0.0, "host": 1.0}[self.placement]
+from forebay.optim import device_update, state_dict
+from forebay.optim.chunk_state import PARAM_DTYPES
+from forebay.optim.device_update import GroupValues
+from forebay.optim.options import DEFAULT_CHUNK_ELEMENTS, Options
+from forebay.optim.placed_state import PlacedState
 
 
 class AdamW(Optimizer):
@@ -132,9 +75,14 @@ class AdamW(Optimizer):
         chunk_elements: int = DEFAULT_CHUNK_ELEMENTS,
         engine: Engine | None = None,
     ) -> None:
-        self._options = _Options(
+        self._options = Options(
             offload_fraction, placement, host_share, overlap, staging_gib, pinned, skip_nonfinite, chunk_elements
         )
+        self._placed: PlacedState | None = None
+        self._grad_scale: torch.Tensor | None = None
+        self._norm: torch.Tensor | None = None
+        self._last_stats: tuple[Traffic, int, int] | None = None
+        self._pending_masters: dict[torch.Tensor, state_dict.SavedMaster] = {}
         defaults = {
             "lr": lr,
             "betas": betas,
@@ -142,28 +90,20 @@ class AdamW(Optimizer):
             "weight_decay": weight_decay,
             "maximize": maximize,
         }
-        self._engine = engine
-        self._setup()
         super().__init__(params, defaults)
+        self._placed = PlacedState(engine or get_engine(self.param_groups[0]["params"][0].device), self._options)
         self.state = state_dict.LazyState(self)  # type: ignore[assignment]
 
-    def _setup(self) -> None:
-        self._tensors: list[torch.Tensor] = []  # all parameters, in layout order, once allocated
-        self._names: list[str] = []
-        self._numbers: dict[torch.Tensor, int] = {}
-        self._versions: list[tuple[int, int]] = []
-        self._shares: dict[Placement, Share] = {}
-        self._num_backwards: list[int] = []  # gradients accumulated for each parameter since the last step
-        self._expected_backwards: list[int] = []  # and in the step before
-        self._num_rows = 0
-        self._scalars: StepScalars | None = None
-        self._gates = Gates(self._tick)
-        self._tide: Tide | None = None
-        self._hooks: list[RemovableHandle] = []
-        self._grad_scale: torch.Tensor | None = None
-        self._norm: torch.Tensor | None = None
-        self._last_stats: tuple[Traffic, int, int] | None = None
-        self._pending_masters: dict[torch.Tensor, state_dict.SavedMaster] = {}
+    @property
+    def placed(self) -> PlacedState:
+        """The state in its placements."""
+        assert self._placed is not None
+        return self._placed
+
+    @property
+    def engine(self) -> Engine:
+        """The engine that moves the state."""
+        return self.placed.engine
 
     # Parameters and memory
 
@@ -175,8 +115,8 @@ class AdamW(Optimizer):
         except ValueError:
             self.param_groups.pop()
             raise
-        if self._tensors:
-            self._extend(self._named(self.param_groups[-1:]))
+        if self._placed is not None and self._placed.params:
+            self.allocate()
 
     def _check_group(self, group: Mapping[str, Any]) -> None:
         beta1, beta2 = group["betas"]
@@ -212,100 +152,19 @@ class AdamW(Optimizer):
             named += list(zip(names, group["params"], strict=True))
         return named
 
-    @property
-    def engine(self) -> Engine:
-        """The engine that moves the state."""
-        if self._engine is None:
-            self._engine = get_engine(self.param_groups[0]["params"][0].device)
-        return self._engine
-
     def allocate(self) -> None:
-        """Allocate all state now, rather than at the first step.
+        """Allocate the state of all parameters that require a gradient now, rather than at the first step.
 
         Pinning 100 GB takes most of a minute, and pinning later, between collectives, can stall other ranks.
 
         Raises:
             HostMemoryError: if the host share does not fit the host; nothing is allocated then.
         """
-        if not self._tensors:
-            self._extend(self._named(self.param_groups))
+        self._allocate_where(lambda param: param.requires_grad)
 
-    def _extend(self, named: list[tuple[str, torch.Tensor]]) -> None:
-        if self._gates.module_order:
-            named = sorted(named, key=lambda item: self._gates.module_order.get(item[1], len(self._gates.module_order)))
-        first_param = len(self._tensors)
-        new = [param for _, param in named]
-        chunks = _divide(new, self._options, self.engine.device, first_param)
-        self._tensors += new
-        self._names += [name for name, _ in named]
-        self._numbers = {param: number for number, param in enumerate(self._tensors)}
-        if not self._shares:
-            self._shares = self._make_shares()
-        # The host kernel keeps its own step counts and scalars, but rows are numbered over all chunks so that
-        # a segment has one number.
-        for placement, share in self._shares.items():
-            own = [chunk for chunk in chunks if chunk.placement is placement]
-            share.extend(own, self._num_rows, self._tensors)
-            self._num_rows += sum(len(chunk.segments) for chunk in own)
-        scalars = StepScalars(self._num_rows, self.engine.device)
-        if self._scalars is not None:
-            scalars.steps[: len(self._scalars.steps)] = self._scalars.steps
-            scalars.set_steps(self._scalars.most_steps)
-        self._scalars = scalars
-        self._versions += [_version(param) for param in new]
-        self._num_backwards += [0] * len(new)
-        self._expected_backwards += [0] * len(new)
-        if self._options.overlap and (self._streamed.chunks or self._host.chunks):
-            if self._streamed.chunks and self._tide is None:
-                self._tide = Tide(self.engine, int(self._options.staging_gib * 2**30))
-            for number, param in enumerate(new, first_param):
-                if param.requires_grad:
-                    self._hooks.append(param.register_post_accumulate_grad_hook(_GradHook(self, number)))
-
-    @property
-    def _streamed(self) -> StreamedShare:
-        share = self._shares[Placement.STREAMED]
-        assert isinstance(share, StreamedShare)
-        return share
-
-    @property
-    def _host(self) -> HostShare:
-        share = self._shares[Placement.HOST]
-        assert isinstance(share, HostShare)
-        return share
-
-    def _tick(self, key: int) -> int:
-        """Begin an interval of the tide; return the bytes that visits may hold until the update."""
-        if self._tide is None:
-            return 0
-        hold_bytes, prefetch_bytes = self._tide.tick(key)
-        self._streamed.shrink(hold_bytes)
-        return prefetch_bytes
-
-    def _after_gradient(self, number: int) -> None:
-        self._num_backwards[number] += 1
-        self._host.forget_sent(number)
-        if self._num_backwards[number] == self._expected_backwards[number]:
-            grad = self._tensors[number].grad
-            assert grad is not None
-            self._host.send_early(number, grad)
-        # Modules have keys from 0 up.
-        self._streamed.prefetch(self._tick(-2 - number))
-
-    def _end_backwards(self) -> None:
-        if self._tensors:
-            self._host.forget_sent()
-            self._num_backwards = [0] * len(self._tensors)
-
-    def _make_shares(self) -> dict[Placement, Share]:
-        options, engine = self._options, self.engine
-        return {
-            Placement.DEVICE: DeviceShare(engine),
-            Placement.STREAMED: StreamedShare(
-                engine, num_slots=_NUM_STREAM_SLOTS if options.overlap else 1, pinned=options.pinned
-            ),
-            Placement.HOST: HostShare(engine, self._names, pinned=options.pinned),
-        }
+    def _allocate_where(self, wanted: Callable[[torch.Tensor], bool]) -> None:
+        named = self._named(self.param_groups)
+        self.placed.extend([(n, p) for n, p in named if p not in self.placed.numbers and wanted(p)])
 
     # Using it
 
@@ -327,85 +186,31 @@ class AdamW(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self.engine.check_tasks()
-        self.allocate()
+        # Frozen parameters have no state until the day they get a gradient.
+        self._allocate_where(lambda param: param.requires_grad or param.grad is not None)
         # Weights that no forward has asked for since the last step are read and written below.
         self.synchronize()
         self._take_external_writes()
-        grads = [self._flat_grad(number) for number in range(len(self._tensors))]
-        if any(grad is not None for grad in grads):
-            self._update(grads)
+        grads = [param.grad for param in self.placed.params if param.grad is not None]
+        if grads:
+            groups = [_group_values(group) for group in self.param_groups]
+            self.placed.step(groups, self._group_of(), self._grad_scale, self._skip_flag(grads))
         self._grad_scale = self._norm = None
         return loss
 
-    def _update(self, grads: list[torch.Tensor | None]) -> None:
-        assert self._scalars is not None
-        groups = [_group_values(group) for group in self.param_groups]
-        group_of = self._group_of()
-        skip = self._skip_flag(grads)
-        limit_bytes = self._tide.update_limit_bytes if self._tide is not None else 0
-        self._scalars.advance(self._row_inputs(grads, groups, group_of), skip)
-        context = StepContext(
-            self._tensors, grads, groups, group_of, self._scalars, self._grad_scale, skip, limit_bytes
-        )
-        # Host updates first: they take longest, and what the device does next runs beside them. Their results go
-        # up last: they wait for the host, and copies up that need not would queue behind them.
-        for placement in (Placement.HOST, Placement.STREAMED, Placement.DEVICE):
-            self._shares[placement].step(context)
-        for number, event in self._host.upload(context).items():
-            self._gates.close(self._tensors[number], event, self.engine)
-        for number, grad in enumerate(grads):
-            if grad is not None:
-                torch.autograd.graph.increment_version(self._tensors[number])
-                self._versions[number] = _version(self._tensors[number])
-        self._expected_backwards = self._num_backwards
-        self._end_backwards()
-        attached = self._options.overlap and self._gates.attached
-        if not attached:
-            self.synchronize()
-        profiled_next = self._tide is not None and self._tide.turn()
-        if profiled_next or not attached:
-            # Nothing ends visits later: no hook in forward, or none that may while memory is profiled.
-            self._streamed.shrink(0)
-
-    def _flat_grad(self, number: int) -> torch.Tensor | None:
-        param = self._tensors[number]
-        grad = param.grad
-        if grad is None:
-            return None
-        if grad.is_sparse:
-            raise ValueError(f"the gradient of {self._names[number]} is sparse; forebay.AdamW takes dense ones")
-        if grad.dtype != param.dtype:
-            raise ValueError(
-                f"the gradient of {self._names[number]} is {grad.dtype} but the parameter is {param.dtype}; "
-                "they must have one dtype"
-            )
-        return grad.detach().contiguous().view(-1)
-
     def _group_of(self) -> list[int]:
-        group_of = [0] * len(self._tensors)
+        numbers = self.placed.numbers
+        group_of = [0] * len(numbers)
         for index, group in enumerate(self.param_groups):
             for param in group["params"]:
-                group_of[self._numbers[param]] = index
+                if param in numbers:
+                    group_of[numbers[param]] = index
         return group_of
 
-    def _row_inputs(
-        self, grads: Sequence[torch.Tensor | None], groups: Sequence[GroupValues], group_of: Sequence[int]
-    ) -> list[tuple[float, ...]]:
-        rows: list[tuple[float, ...]] = [(0.0,) * 5] * self._num_rows
-        for placement in (Placement.DEVICE, Placement.STREAMED):
-            for state in self._shares[placement].chunks:
-                for row, segment in enumerate(state.chunk.segments, state.first_row):
-                    values = groups[group_of[segment.param]]
-                    active = float(grads[segment.param] is not None)
-                    rows[row] = (values.lr, values.weight_decay, values.beta1, values.beta2, active)
-        return rows
-
-    def _skip_flag(self, grads: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+    def _skip_flag(self, grads: list[torch.Tensor]) -> torch.Tensor | None:
         if not self._options.skip_nonfinite:
             return None
-        norm = self._norm
-        if norm is None:
-            norm = device_update.global_norm([grad for grad in grads if grad is not None])
+        norm = self._norm if self._norm is not None else device_update.global_norm(grads)
         return (~norm.isfinite()).to(torch.float32).reshape(1)
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
@@ -429,7 +234,7 @@ class AdamW(Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset gradients; a clip coefficient computed from them is dropped too."""
         self._grad_scale = self._norm = None
-        self._end_backwards()
+        self.placed.end_backwards()
         super().zero_grad(set_to_none)
 
     def attach(self, model: torch.nn.Module) -> None:
@@ -438,11 +243,11 @@ class AdamW(Optimizer):
         Call it once, before the first step. Reading a parameter outside of a module's forward then needs
         :meth:`synchronize` first; ``model.state_dict()`` does it by itself.
         """
-        self._gates.attach(model, self.engine)
+        self.placed.gates.attach(model, self.engine)
 
     def synchronize(self) -> None:
         """Let what the current stream does next see all updates enqueued so far. Does not block Python."""
-        self._gates.open_all()
+        self.placed.gates.open_all()
 
     def stats(self) -> dict[str, float | None]:
         """Return what was moved since the last call, without waiting for the device.
@@ -453,7 +258,7 @@ class AdamW(Optimizer):
             late: part of it may be counted in the next call). None at the first call.
         """
         traffic, now_ns = self.engine.traffic(), time.monotonic_ns()
-        busy_ns = self._host.busy_ns if self._shares else 0
+        busy_ns = self.placed.host_busy_ns
         last, self._last_stats = self._last_stats, (traffic, busy_ns, now_ns)
         if last is None:
             return dict.fromkeys(("down_gbps", "up_gbps", "host_update_ms", "stall_ms"))
@@ -505,112 +310,36 @@ class AdamW(Optimizer):
 
         Needed only after writes that torch does not count, such as ``param.data.copy_()``; others are noticed.
         """
-        if self._tensors:
-            chosen = self._tensors if params is None else params
-            self._refresh({self._numbers[param] for param in chosen})
+        chosen = self.placed.params if params is None else params
+        self.placed.refresh(self.placed.numbers[param] for param in chosen if param in self.placed.numbers)
 
     def _take_external_writes(self) -> None:
-        changed = {n for n, param in enumerate(self._tensors) if self._versions[n] != _version(param)}
-        if changed:
-            self._refresh(changed)
+        self.placed.refresh(self.placed.externally_written())
         if self._pending_masters:
             state_dict.apply_masters(self)
-
-    def _refresh(self, numbers: set[int]) -> None:
-        for share in self._shares.values():
-            share.refresh(numbers, self._tensors)
-        for number in numbers:
-            self._versions[number] = _version(self._tensors[number])
 
     def __getstate__(self) -> dict[str, Any]:
         return {
             "options": dataclasses.asdict(self._options),
             "defaults": self.defaults,
             "param_groups": self.param_groups,
-            "state": state_dict.save(self)["state"] if self._tensors else None,
+            "state": state_dict.save(self)["state"] if self.placed.params else None,
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        groups = [dict(group) for group in state["param_groups"]]
-        engine = self.__dict__.get("_engine")
-        self.__init__(groups, **state["defaults"], **state["options"], engine=engine)  # type: ignore[misc]
-        if state["state"] is not None:
-            state_dict.load(self, {"state": state["state"], "param_groups": state_dict.pack_groups(self)})
+        self._restore(state, None)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AdamW:
         copied = type(self).__new__(type(self))
         memo[id(self)] = copied
-        copied._engine = self._engine
-        copied.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        copied._restore(copy.deepcopy(self.__getstate__(), memo), self.engine)
         return copied
 
-
-class _GradHook:
-    """Runs after a parameter's gradient was accumulated; does not keep the optimizer alive."""
-
-    def __init__(self, optimizer: AdamW, number: int) -> None:
-        self._optimizer = weakref.ref(optimizer)
-        self._number = number
-
-    def __call__(self, param: torch.Tensor) -> None:
-        optimizer = self._optimizer()
-        if optimizer is not None:
-            optimizer._after_gradient(self._number)
-
-
-def plan_memory(
-    params: Iterable[torch.Tensor],
-    *,
-    device: torch.device | str = "cuda",
-    offload_fraction: float = 0.0,
-    placement: str = "auto",
-    host_share: float | None = None,
-    overlap: bool = True,
-    pinned: bool = True,
-    chunk_elements: int = DEFAULT_CHUNK_ELEMENTS,
-) -> dict[str, dict[str, int]]:
-    """Return the bytes an :class:`AdamW` with these options will hold, per tier and purpose.
-
-    Args:
-        params: parameters, on any device, ``meta`` included; nothing is allocated.
-        device: the device that will train.
-        offload_fraction: see :class:`AdamW`, as for the other arguments.
-    """
-    options = _Options(offload_fraction, placement, host_share, overlap, 0.0, pinned, False, chunk_elements)
-    chunks = _divide(list(params), options, torch.device(device), 0)
-    by_placement = {p: [chunk for chunk in chunks if chunk.placement is p] for p in Placement}
-    state = {p: sum(region_bytes(chunk) for chunk in own) for p, own in by_placement.items()}
-    copied = "pinned" if pinned else "pageable"
-    plan: dict[str, dict[str, int]] = {"device": {}, "pinned": {}, "pageable": {}}
-
-    def add(tier: str, purpose: str, num_bytes: int) -> None:
-        if num_bytes:
-            plan[tier][purpose] = plan[tier].get(purpose, 0) + num_bytes
-
-    add("device", "optimizer_state", state[Placement.DEVICE])
-    add(copied, "optimizer_state", state[Placement.STREAMED])
-    streamed = [region_bytes(chunk) for chunk in by_placement[Placement.STREAMED]]
-    add(
-        "device",
-        "staging",
-        max(streamed, default=0) * min(_NUM_STREAM_SLOTS if overlap else 1, len(streamed)),
-    )
-    add("pageable", "optimizer_state", state[Placement.HOST])
-    weights = [chunk.num_elements * chunk.dtype.itemsize for chunk in by_placement[Placement.HOST]]
-    add(copied, "weights", sum(weights))
-    add(copied, "gradients", sum(weights))
-    add(copied, "other", CONTROL_BYTES if weights else 0)
-    return plan
-
-
-def _divide(params: Sequence[torch.Tensor], options: _Options, device: torch.device, first_param: int) -> list[Chunk]:
-    return layout.divide(
-        [ParamSpec(param.numel(), param.dtype) for param in params],
-        offload_fraction=options.offload_fraction,
-        host_share=options.host_share_on(device),
-        chunk_elements=options.chunk_elements,
-        first_param=first_param,
-    )
+    def _restore(self, state: dict[str, Any], engine: Engine | None) -> None:
+        groups = [dict(group) for group in state["param_groups"]]
+        self.__init__(groups, **state["defaults"], **state["options"], engine=engine)  # type: ignore[misc]
+        if state["state"] is not None:
+            state_dict.load(self, {"state": state["state"], "param_groups": state_dict.pack_groups(self)})
 
 
 def _group_values(group: Mapping[str, Any]) -> GroupValues:
@@ -623,7 +352,3 @@ def _group_values(group: Mapping[str, Any]) -> GroupValues:
         eps=float(group["eps"]),
         maximize=bool(group["maximize"]),
     )
-
-
-def _version(param: torch.Tensor) -> tuple[int, int]:
-    return param._version, param.data_ptr()

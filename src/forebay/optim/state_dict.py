@@ -41,16 +41,14 @@ class _Piece:
 
 def _pieces(optimizer: AdamW) -> list[list[_Piece]]:
     """Return the pieces of each parameter's state, in order, all current and readable by Python."""
-    optimizer.synchronize()
-    for share in optimizer._shares.values():
-        share.settle()
-    assert optimizer._scalars is not None
-    pieces: list[list[_Piece]] = [[] for _ in optimizer._tensors]
-    for placement, share in optimizer._shares.items():
+    placed = optimizer.placed
+    placed.settle()
+    pieces: list[list[_Piece]] = [[] for _ in placed.params]
+    for placement, share in placed.shares.items():
         for number, state in enumerate(share.chunks):
             fields = state.segment_fields(state.region)
             for index, segment in enumerate(state.chunk.segments):
-                step = share.step_counter(number, index, optimizer._scalars)
+                step = share.step_counter(number, index, placed.scalars)
                 piece = _Piece(segment, fields[index], step, placement is not Placement.DEVICE)
                 pieces[segment.param].append(piece)
     for own in pieces:
@@ -96,14 +94,14 @@ class LazyState(Mapping[torch.Tensor, dict[str, Any]]):
         self._optimizer = optimizer
 
     def __getitem__(self, param: torch.Tensor) -> dict[str, Any]:
-        number = self._optimizer._numbers[param]
+        number = self._optimizer.placed.numbers[param]
         return _param_state(param, _pieces(self._optimizer)[number])
 
     def __iter__(self) -> Iterator[torch.Tensor]:
-        return iter(self._optimizer._tensors)
+        return iter(self._optimizer.placed.params)
 
     def __len__(self) -> int:
-        return len(self._optimizer._tensors)
+        return len(self._optimizer.placed.params)
 
 
 def pack_groups(optimizer: AdamW) -> list[dict[str, Any]]:
@@ -125,11 +123,12 @@ def _in_group_order(optimizer: AdamW) -> list[torch.Tensor]:
 def save(optimizer: AdamW) -> dict[str, Any]:
     """Return the state dict."""
     state: dict[int, dict[str, Any]] = {}
-    if optimizer._tensors:
+    numbers = optimizer.placed.numbers
+    if numbers:
         optimizer._take_external_writes()
         pieces = _pieces(optimizer)
         for index, param in enumerate(_in_group_order(optimizer)):
-            entry = _param_state(param, pieces[optimizer._numbers[param]])
+            entry = _param_state(param, pieces[numbers[param]]) if param in numbers else {}
             if entry:
                 state[index] = entry
     return {"state": state, "param_groups": pack_groups(optimizer)}
@@ -151,11 +150,11 @@ def load(optimizer: AdamW, state_dict: Mapping[str, Any]) -> None:
     _check_shapes(optimizer, entries)
     for group, saved in zip(groups, saved_groups, strict=True):
         group.update({key: value for key, value in saved.items() if key not in ("params", "param_names")})
-    optimizer.allocate()
+    optimizer._allocate_where(lambda param: param.requires_grad or bool(entries.get(param)))
     pieces = _pieces(optimizer)
     optimizer._pending_masters.clear()
-    for param, entry in entries.items():
-        number = optimizer._numbers[param]
+    for param, number in optimizer.placed.numbers.items():
+        entry = entries[param]
         for piece in pieces[number]:
             piece.step.fill_(float(entry.get("step", 0)))
             for name in _MOMENTS:
@@ -169,10 +168,9 @@ def load(optimizer: AdamW, state_dict: Mapping[str, Any]) -> None:
         elif "master_param" in entry:
             optimizer._pending_masters[param] = SavedMaster(master=entry["master_param"])
     most_steps = max((int(float(entry.get("step", 0))) for entry in entries.values()), default=0)
-    assert optimizer._scalars is not None
-    optimizer._scalars.set_steps(most_steps)
+    optimizer.placed.scalars.set_steps(most_steps)
     # Until the saved masters turn out to belong to the weights, the weights are the masters.
-    optimizer._refresh(set(range(len(optimizer._tensors))))
+    optimizer.refresh_masters()
 
 
 def _check_shapes(optimizer: AdamW, entries: Mapping[torch.Tensor, Mapping[str, Any]]) -> None:
@@ -196,7 +194,7 @@ def apply_masters(optimizer: AdamW) -> None:
     pending, optimizer._pending_masters = optimizer._pending_masters, {}
     pieces = _pieces(optimizer)
     for param, saved in pending.items():
-        own = pieces[optimizer._numbers[param]]
+        own = pieces[optimizer.placed.numbers[param]]
         if saved.remainder is not None:
             if "remainder" in own[0].fields and saved.checksum == _checksum(param):
                 for piece in own:

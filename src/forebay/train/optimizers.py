@@ -104,7 +104,7 @@ def optimizer_plan(
         fraction = effective_fraction(options)
     if uses_torch_classes(options):
         return _hybrid_plan(options, params, fraction)
-    from forebay.optim.adamw import plan_memory
+    from forebay.optim.options import plan_memory
 
     return plan_memory(params, device=device, **{**_adamw_options(options), "offload_fraction": fraction})
 

@@ -1,0 +1,124 @@
+"""The options of an optimizer with placed state, and the memory they lead to."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from forebay.optim import layout
+from forebay.optim.chunk_state import region_bytes
+from forebay.optim.host_share import CONTROL_BYTES
+from forebay.optim.layout import Chunk, ParamSpec, Placement
+
+PLACEMENTS = ("auto", "streamed", "host")
+# About 16 Mi elements: a chunk of bf16 parameters has 160 MiB of state, which copies at full speed. Not a power
+# of two, because the host kernel reads several fields that are then this far apart, and streams whose addresses
+# differ by a power of two evict each other from the first-level cache (measured on Zen 4, see docs/log.md).
+DEFAULT_CHUNK_ELEMENTS = 16 * 2**20 - 9 * 1024
+# Copies and host updates run side by side; see docs/log.md for the measurement this share comes from.
+_AUTO_HOST_SHARE = 0.33
+NUM_STREAM_SLOTS = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """The options of an optimizer with placed state; :class:`forebay.AdamW` says what each means."""
+
+    offload_fraction: float
+    placement: str
+    host_share: float | None
+    overlap: bool
+    staging_gib: float
+    pinned: bool
+    skip_nonfinite: bool
+    chunk_elements: int
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.offload_fraction <= 1.0:
+            raise ValueError(
+                f"offload_fraction must be between 0.0 and 1.0, got {self.offload_fraction}: it is the share of "
+                "the optimizer state that is held on the host"
+            )
+        if self.placement not in PLACEMENTS:
+            raise ValueError(f"unknown placement {self.placement!r}; choose one of {', '.join(PLACEMENTS)}")
+        if self.host_share is not None and not 0.0 <= self.host_share <= 1.0:
+            raise ValueError(
+                f"host_share must be between 0.0 and 1.0, got {self.host_share}: it is the part of what is offloaded "
+                "that the host updates"
+            )
+        if self.host_share is not None and self.placement != "auto":
+            raise ValueError(
+                f"host_share={self.host_share} divides what is offloaded, which placement={self.placement!r} does too; "
+                "give one of them"
+            )
+        if not self.staging_gib >= 0.0:
+            raise ValueError(f"staging_gib must not be negative, got {self.staging_gib}")
+        if self.chunk_elements < 4096:
+            raise ValueError(f"chunk_elements must be at least 4096, got {self.chunk_elements}")
+
+    def host_share_on(self, device: torch.device) -> float:
+        """Return the share of the offloaded part that is updated on the host when training on ``device``."""
+        if self.host_share is not None:
+            return self.host_share
+        auto = _AUTO_HOST_SHARE if device.type != "cpu" else 0.0
+        return {"auto": auto, "streamed": 0.0, "host": 1.0}[self.placement]
+
+
+def plan_memory(
+    params: Iterable[torch.Tensor],
+    *,
+    device: torch.device | str = "cuda",
+    offload_fraction: float = 0.0,
+    placement: str = "auto",
+    host_share: float | None = None,
+    overlap: bool = True,
+    pinned: bool = True,
+    chunk_elements: int = DEFAULT_CHUNK_ELEMENTS,
+) -> dict[str, dict[str, int]]:
+    """Return the bytes a :class:`forebay.AdamW` with these options will hold, per tier and purpose.
+
+    Args:
+        params: parameters, on any device, ``meta`` included; nothing is allocated.
+        device: the device that will train.
+        offload_fraction: see :class:`forebay.AdamW`, as for the other arguments.
+    """
+    options = Options(offload_fraction, placement, host_share, overlap, 0.0, pinned, False, chunk_elements)
+    chunks = divide_params(list(params), options, torch.device(device), 0)
+    by_placement = {p: [chunk for chunk in chunks if chunk.placement is p] for p in Placement}
+    state = {p: sum(region_bytes(chunk) for chunk in own) for p, own in by_placement.items()}
+    copied = "pinned" if pinned else "pageable"
+    plan: dict[str, dict[str, int]] = {"device": {}, "pinned": {}, "pageable": {}}
+
+    def add(tier: str, purpose: str, num_bytes: int) -> None:
+        if num_bytes:
+            plan[tier][purpose] = plan[tier].get(purpose, 0) + num_bytes
+
+    add("device", "optimizer_state", state[Placement.DEVICE])
+    add(copied, "optimizer_state", state[Placement.STREAMED])
+    streamed = [region_bytes(chunk) for chunk in by_placement[Placement.STREAMED]]
+    add(
+        "device",
+        "staging",
+        max(streamed, default=0) * min(NUM_STREAM_SLOTS if overlap else 1, len(streamed)),
+    )
+    add("pageable", "optimizer_state", state[Placement.HOST])
+    weights = [chunk.num_elements * chunk.dtype.itemsize for chunk in by_placement[Placement.HOST]]
+    add(copied, "weights", sum(weights))
+    add(copied, "gradients", sum(weights))
+    add(copied, "other", CONTROL_BYTES if weights else 0)
+    return plan
+
+
+def divide_params(
+    params: Sequence[torch.Tensor], options: Options, device: torch.device, first_param: int
+) -> list[Chunk]:
+    """Divide parameters, the first of which is number ``first_param``, into chunks for training on ``device``."""
+    return layout.divide(
+        [ParamSpec(param.numel(), param.dtype) for param in params],
+        offload_fraction=options.offload_fraction,
+        host_share=options.host_share_on(device),
+        chunk_elements=options.chunk_elements,
+        first_param=first_param,
+    )

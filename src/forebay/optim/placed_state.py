@@ -1,0 +1,262 @@
+"""State in its placements, and the schedule by which it is updated.
+
+What :class:`forebay.AdamW` has beneath its torch interface: which parameters have state and where, the hooks in
+forward and backward by which transfers run under compute, and the order in which a step enqueues its work.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+
+from forebay.engine import Engine
+from forebay.optim.device_update import GroupValues, StepScalars
+from forebay.optim.gates import Gates
+from forebay.optim.host_share import HostShare
+from forebay.optim.layout import Placement
+from forebay.optim.options import NUM_STREAM_SLOTS, Options, divide_params
+from forebay.optim.shares import DeviceShare, Share, StepContext
+from forebay.optim.streamed_share import StreamedShare
+from forebay.optim.tide import Tide
+
+
+@dataclasses.dataclass
+class _Tracked:
+    """A parameter that has state.
+
+    Attributes:
+        param: the parameter.
+        name: for errors.
+        version: what :func:`_version` was after the last write of ours.
+        num_backwards: gradients accumulated since the last step.
+        expected_backwards: gradients that were accumulated before the last step.
+    """
+
+    param: torch.Tensor
+    name: str
+    version: tuple[int, int]
+    num_backwards: int = 0
+    expected_backwards: int = 0
+
+
+class PlacedState:
+    """The state of some parameters, divided among the placements.
+
+    Args:
+        engine: moves it.
+        options: say how it is divided.
+
+    Attributes:
+        gates: the events after which each parameter is current.
+        params: the parameters that have state, by number.
+        numbers: the number of each.
+        shares: the state by placement.
+        scalars: the per-segment numbers of the device's updates.
+    """
+
+    def __init__(self, engine: Engine, options: Options) -> None:
+        self.engine = engine
+        self.options = options
+        # The hooks are held by the model and must not keep the state alive.
+        self.gates = Gates(_weak(self.tick))
+        self.params: list[torch.Tensor] = []
+        self.numbers: dict[torch.Tensor, int] = {}
+        self._tracked: list[_Tracked] = []
+        self._names: list[str] = []
+        self._streamed = StreamedShare(
+            engine, num_slots=NUM_STREAM_SLOTS if options.overlap else 1, pinned=options.pinned
+        )
+        self._host = HostShare(engine, self._names, pinned=options.pinned)
+        self.shares: dict[Placement, Share] = {
+            Placement.DEVICE: DeviceShare(engine),
+            Placement.STREAMED: self._streamed,
+            Placement.HOST: self._host,
+        }
+        self.scalars = StepScalars(0, engine.device)
+        self._tide: Tide | None = None
+
+    def extend(self, named: Sequence[tuple[str, torch.Tensor]]) -> None:
+        """Allocate state for more parameters, in forward order; the fraction holds for these by themselves.
+
+        Raises:
+            HostMemoryError: if the host share does not fit the host; nothing is allocated then.
+        """
+        order = self.gates.module_order
+        named = sorted(named, key=lambda item: order.get(item[1], len(order)))
+        if not named:
+            return
+        first_param = len(self.params)
+        new = [param for _, param in named]
+        chunks = divide_params(new, self.options, self.engine.device, first_param)
+        self.params += new
+        self._names += [name for name, _ in named]
+        self.numbers.update((param, number) for number, param in enumerate(new, first_param))
+        self._tracked += [_Tracked(param, name, _version(param)) for name, param in named]
+        # The host kernel keeps its own step counts and scalars, but rows are numbered over all chunks so that a
+        # segment has one number.
+        num_rows = len(self.scalars.steps)
+        for placement, share in self.shares.items():
+            own = [chunk for chunk in chunks if chunk.placement is placement]
+            share.extend(own, num_rows, self.params)
+            num_rows += sum(len(chunk.segments) for chunk in own)
+        scalars = StepScalars(num_rows, self.engine.device)
+        scalars.steps[: len(self.scalars.steps)] = self.scalars.steps
+        scalars.set_steps(self.scalars.most_steps)
+        self.scalars = scalars
+        if self.options.overlap and (self._streamed.chunks or self._host.chunks):
+            if self._streamed.chunks and self._tide is None:
+                self._tide = Tide(self.engine, int(self.options.staging_gib * 2**30))
+            for number, param in enumerate(new, first_param):
+                if param.requires_grad:
+                    param.register_post_accumulate_grad_hook(_GradHook(self, number))
+
+    # Hooks
+
+    def tick(self, key: int) -> int:
+        """Begin an interval of the tide; return the bytes that visits may hold until the update."""
+        if self._tide is None:
+            return 0
+        hold_bytes, prefetch_bytes = self._tide.tick(key)
+        self._streamed.shrink(hold_bytes)
+        return prefetch_bytes
+
+    def after_gradient(self, number: int) -> None:
+        """Take note that a gradient was accumulated into a parameter."""
+        tracked = self._tracked[number]
+        tracked.num_backwards += 1
+        self._host.forget_sent(number)
+        if tracked.num_backwards == tracked.expected_backwards:
+            grad = tracked.param.grad
+            assert grad is not None
+            self._host.send_early(number, grad)
+        # Modules have keys from 0 up.
+        self._streamed.prefetch(self.tick(-2 - number))
+
+    def end_backwards(self) -> None:
+        """Take note that the gradients accumulated so far are used up or dropped."""
+        self._host.forget_sent()
+        for tracked in self._tracked:
+            tracked.num_backwards = 0
+
+    # A step
+
+    def step(
+        self,
+        groups: Sequence[GroupValues],
+        group_of: Sequence[int],
+        grad_scale: torch.Tensor | None,
+        skip: torch.Tensor | None,
+    ) -> None:
+        """Enqueue the update of every parameter that has a gradient.
+
+        Args:
+            groups: the parameter groups' hyperparameters.
+            group_of: the group of each parameter, by number.
+            grad_scale: see :class:`StepContext`.
+            skip: see :class:`StepContext`.
+        """
+        grads = [self._flat_grad(tracked) for tracked in self._tracked]
+        limit_bytes = self._tide.update_limit_bytes if self._tide is not None else 0
+        self.scalars.advance(self._row_inputs(grads, groups, group_of), skip)
+        context = StepContext(self.params, grads, groups, group_of, self.scalars, grad_scale, skip, limit_bytes)
+        # Host updates first: they take longest, and what the device does next runs beside them. Their results go
+        # up last: they wait for the host, and copies up that need not would queue behind them.
+        for placement in (Placement.HOST, Placement.STREAMED, Placement.DEVICE):
+            self.shares[placement].step(context)
+        for number, event in self._host.upload(context).items():
+            self.gates.close(self.params[number], event, self.engine)
+        for tracked, grad in zip(self._tracked, grads, strict=True):
+            if grad is not None:
+                torch.autograd.graph.increment_version(tracked.param)
+                tracked.version = _version(tracked.param)
+            tracked.expected_backwards = tracked.num_backwards
+        self.end_backwards()
+        attached = self.options.overlap and self.gates.attached
+        if not attached:
+            self.gates.open_all()
+        profiled_next = self._tide is not None and self._tide.turn()
+        if profiled_next or not attached:
+            # Nothing ends visits later: no hook in forward, or none that may while memory is profiled.
+            self._streamed.shrink(0)
+
+    def _flat_grad(self, tracked: _Tracked) -> torch.Tensor | None:
+        grad = tracked.param.grad
+        if grad is None:
+            return None
+        if grad.is_sparse:
+            raise ValueError(f"the gradient of {tracked.name} is sparse; forebay.AdamW takes dense ones")
+        if grad.dtype != tracked.param.dtype:
+            raise ValueError(
+                f"the gradient of {tracked.name} is {grad.dtype} but the parameter is {tracked.param.dtype}; "
+                "they must have one dtype"
+            )
+        return grad.detach().contiguous().view(-1)
+
+    def _row_inputs(
+        self, grads: Sequence[torch.Tensor | None], groups: Sequence[GroupValues], group_of: Sequence[int]
+    ) -> list[tuple[float, ...]]:
+        rows: list[tuple[float, ...]] = [(0.0,) * 5] * len(self.scalars.steps)
+        for placement in (Placement.DEVICE, Placement.STREAMED):
+            for state in self.shares[placement].chunks:
+                for row, segment in enumerate(state.chunk.segments, state.first_row):
+                    values = groups[group_of[segment.param]]
+                    active = float(grads[segment.param] is not None)
+                    rows[row] = (values.lr, values.weight_decay, values.beta1, values.beta2, active)
+        return rows
+
+    # Masters and figures
+
+    def externally_written(self) -> set[int]:
+        """Return the numbers of the parameters that somebody else wrote to since our last write."""
+        return {n for n, tracked in enumerate(self._tracked) if tracked.version != _version(tracked.param)}
+
+    def refresh(self, numbers: Iterable[int]) -> None:
+        """Set the masters of the numbered parameters to the parameters' values."""
+        chosen = set(numbers)
+        if not chosen:
+            return
+        for share in self.shares.values():
+            share.refresh(chosen, self.params)
+        for number in chosen:
+            self._tracked[number].version = _version(self.params[number])
+
+    def settle(self) -> None:
+        """Block until all state may be read and written by Python."""
+        self.gates.open_all()
+        for share in self.shares.values():
+            share.settle()
+
+    @property
+    def host_busy_ns(self) -> int:
+        """Nanoseconds that the host kernel has worked, added up."""
+        return self._host.busy_ns
+
+
+class _GradHook:
+    """Runs after a parameter's gradient was accumulated; does not keep the state alive."""
+
+    def __init__(self, state: PlacedState, number: int) -> None:
+        self._state = weakref.ref(state)
+        self._number = number
+
+    def __call__(self, param: torch.Tensor) -> None:
+        state = self._state()
+        if state is not None:
+            state.after_gradient(self._number)
+
+
+def _weak(tick: Callable[[int], object]) -> Callable[[int], object]:
+    reference = weakref.WeakMethod(tick)
+
+    def call(key: int) -> object:
+        target = reference()
+        return target(key) if target is not None else None
+
+    return call
+
+
+def _version(param: torch.Tensor) -> tuple[int, int]:
+    return param._version, param.data_ptr()
