@@ -25,7 +25,8 @@ class AdamW(Optimizer):
 
     A drop-in for ``torch.optim.AdamW``. Low-precision parameters get fp32 master weights: a bf16 weight is the
     upper half of its master and a 16-bit remainder the lower, so the state of a bf16 parameter is 10 bytes an
-    element. The update is the same bit for bit whether state stays on the device or is streamed through it.
+    element. The update is the same bit for bit wherever it is made, with the native host kernel; with the torch
+    fallback the host's is the same to within rounding.
 
     State is allocated by :meth:`allocate`, or at the first :meth:`step`.
 
@@ -39,9 +40,9 @@ class AdamW(Optimizer):
         maximize: go up the gradient. Default False.
         offload_fraction: share of the state, in elements, that is held on the host; tensors are split to meet
             it exactly. Default 0.0.
-        placement: how the offloaded share is held: ``"streamed"`` is updated on the device, bitwise equal to
-            no offload; ``"host"`` is updated by the host kernel. Default ``"auto"``: both, divided so that they
-            take equally long (on a CPU, where nothing is gained by it, all streamed).
+        placement: how the offloaded share is held: ``"streamed"`` visits the device to be updated there;
+            ``"host"`` is updated by the host kernel. Default ``"auto"``: both, divided so that they take about
+            equally long (on a CPU, where nothing is gained by it, all streamed).
         host_share: fix the share of the offloaded part that the host updates, 0 to 1, instead of ``placement``.
             Default None.
         overlap: let transfers run under other work. Default True.
