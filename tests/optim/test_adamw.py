@@ -8,8 +8,10 @@ import pickle
 
 import pytest
 import torch
+import torch.distributed.checkpoint as checkpoint
 from tiny import VOCABULARY, assert_bitwise, batch, build, loss_of, train, weights
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import forebay
 from forebay.engine import HostTaskError, Lane
@@ -442,6 +444,36 @@ class TestState:
         results = [torch_run(m, o, 3, 4) for m, o in ((model, expected), (ours_model, ours), (theirs_model, theirs))]
         assert torch.equal(results[0], results[2])
         torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=1e-6)
+
+    def test_its_own_state_dict_loads_back(self):
+        expected, expected_weights, _ = run(steps=6)
+        model = build()
+        optimizer = optimizer_for(model, SimEngine(1), offload_fraction=1.0)
+        losses = [train(model, optimizer, num_steps=3)]
+        optimizer.load_state_dict(optimizer.state_dict())
+        losses.append(train(model, optimizer, num_steps=3, first_step=3))
+        assert torch.equal(torch.cat(losses), expected)
+        assert_bitwise(weights(model), expected_weights)
+
+    @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+    def test_goes_through_distributed_checkpoint(self, tmp_path):
+        expected, expected_weights, _ = run(steps=6)
+
+        def make(seed, **kwargs):
+            model = build()
+            return model, optimizer_for(model, SimEngine(seed), **kwargs)
+
+        model, optimizer = make(1, offload_fraction=0.6, host_share=0.5)
+        losses = [train(model, optimizer, num_steps=3)]
+        saved = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+        checkpoint.save(saved, checkpoint_id=tmp_path)
+        model, optimizer = make(2, offload_fraction=1.0)
+        loaded = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+        checkpoint.load(loaded, checkpoint_id=tmp_path)
+        set_state_dict(model, optimizer, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"])
+        losses.append(train(model, optimizer, num_steps=3, first_step=3))
+        assert torch.equal(torch.cat(losses), expected)
+        assert_bitwise(weights(model), expected_weights)
 
     def test_loading_only_the_model_refreshes_the_masters(self):
         model = build()

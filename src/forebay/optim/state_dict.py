@@ -162,15 +162,24 @@ def load(optimizer: AdamW, state_dict: Mapping[str, Any]) -> None:
                     piece.fields[name].copy_(entry[name].reshape(-1)[piece.segment.start : piece.segment.stop])
                 else:
                     piece.fields[name].zero_()
-        if "master_remainder" in entry:
+        if "master_remainder" in entry and "remainder" in pieces[number][0].fields:
             checksum = int(entry["master_checksum"])
-            optimizer._pending_masters[param] = SavedMaster(entry["master_remainder"], checksum)
+            remainder = entry["master_remainder"]
+            if any(_shares_memory(remainder, piece.fields["remainder"]) for piece in pieces[number]):
+                # It came from this optimizer's own state dict, and the live remainders are zeroed below.
+                remainder = remainder.clone()
+            optimizer._pending_masters[param] = SavedMaster(remainder, checksum)
         elif "master_param" in entry:
             optimizer._pending_masters[param] = SavedMaster(master=entry["master_param"])
     most_steps = max((int(float(entry.get("step", 0))) for entry in entries.values()), default=0)
     optimizer.placed.scalars.set_steps(most_steps)
     # Until the saved masters turn out to belong to the weights, the weights are the masters.
     optimizer.refresh_masters()
+
+
+def _shares_memory(left: torch.Tensor, right: torch.Tensor) -> bool:
+    begin, end = left.data_ptr(), left.data_ptr() + left.nbytes
+    return right.data_ptr() < end and begin < right.data_ptr() + right.nbytes
 
 
 def _check_shapes(optimizer: AdamW, entries: Mapping[torch.Tensor, Mapping[str, Any]]) -> None:
