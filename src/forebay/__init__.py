@@ -12,10 +12,11 @@ from typing import Any
 _PUBLIC = {
     "AdamW": "forebay.optim.adamw",
     "HybridDeviceOptimizer": "forebay.optim.hybrid",
+    "plan_memory": "forebay.optim.options",
 }
 
 __version__ = "0.1.0"
-__all__ = ["AdamW", "HybridDeviceOptimizer", "__version__"]
+__all__ = ["AdamW", "HybridDeviceOptimizer", "__version__", "plan_memory"]
 
 
 def __getattr__(name: str) -> Any:

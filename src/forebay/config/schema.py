@@ -99,7 +99,7 @@ class OptimizerConfig:
     """The optimizer, its learning rate, and where its state lives."""
 
     optimizer: OptimizerName = "adamw"
-    """Update rule. ``adam`` with ``decoupled_weight_decay`` is ``adamw``."""
+    """Update rule. ``adamw`` decouples weight decay; ``adam`` and ``sgd`` need ``decoupled_weight_decay=False``."""
     lr: float = 3e-4
     """Highest learning rate."""
     min_lr: float = 0.0

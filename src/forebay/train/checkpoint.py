@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 
 import forebay
 
@@ -208,6 +207,8 @@ def save_checkpoint(
     Raises:
         CheckpointError: when writing fails; what was there before is untouched.
     """
+    from safetensors import SafetensorError
+
     _remove_leftovers(root)
     temporary = root / f"step-{step:08d}.tmp-{os.getpid()}"
     try:

@@ -173,9 +173,9 @@ def _encode_files(files: list[Path], encoder: Encoder, text_key: str) -> Iterato
 
 def unigram_entropy(tokens: npt.NDArray[Any]) -> float:
     """Return the entropy of single tokens, in nats: the loss of the best model that ignores context."""
-    counts = np.zeros(0, np.int64)
+    counts: npt.NDArray[Any] = np.zeros(0, np.int64)
     for start in range(0, len(tokens), 1 << 22):
-        part = np.bincount(tokens[start : start + (1 << 22)], minlength=len(counts))
+        part: npt.NDArray[Any] = np.bincount(tokens[start : start + (1 << 22)], minlength=len(counts))
         part[: len(counts)] += counts
         counts = part
     share = counts[counts > 0] / len(tokens)
