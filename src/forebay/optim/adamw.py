@@ -16,6 +16,7 @@ from forebay.engine import Engine, Traffic, get_engine
 from forebay.optim import device_update, state_dict
 from forebay.optim.chunk_state import PARAM_DTYPES
 from forebay.optim.device_update import GroupValues
+from forebay.optim.hyperparameters import check_hyperparameters
 from forebay.optim.options import DEFAULT_CHUNK_ELEMENTS, Options
 from forebay.optim.placed_state import PlacedState
 
@@ -120,15 +121,7 @@ class AdamW(Optimizer):
             self.allocate()
 
     def _check_group(self, group: Mapping[str, Any]) -> None:
-        beta1, beta2 = group["betas"]
-        if not 0.0 <= float(group["lr"]):
-            raise ValueError(f"lr must not be negative, got {group['lr']}")
-        if not (0.0 <= beta1 < 1.0 and 0.0 <= beta2 < 1.0):
-            raise ValueError(f"betas must be at least 0 and below 1, got {group['betas']}")
-        if not 0.0 <= group["eps"]:
-            raise ValueError(f"eps must not be negative, got {group['eps']}")
-        if not 0.0 <= group["weight_decay"]:
-            raise ValueError(f"weight_decay must not be negative, got {group['weight_decay']}")
+        check_hyperparameters(group["lr"], group["betas"], group["eps"], group["weight_decay"])
         device = self.param_groups[0]["params"][0].device if self.param_groups[0]["params"] else None
         for name, param in self._named([group]):
             if param.dtype not in PARAM_DTYPES:

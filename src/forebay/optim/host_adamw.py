@@ -9,35 +9,11 @@ import torch
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from forebay.host.kernels import Algorithm, Hyper, Segment, UpdateTask
+from forebay.optim.dense import flat, is_dense
+from forebay.optim.hyperparameters import check_hyperparameters
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _STATE_KEYS = ("exp_avg", "exp_avg_sq")
-
-
-def _check_hyperparameters(lr: float | torch.Tensor, betas: Any, eps: float, weight_decay: float) -> None:
-    if isinstance(lr, torch.Tensor) and lr.numel() != 1:
-        raise ValueError(f"lr has {lr.numel()} elements; a tensor lr must have one.")
-    for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
-        if not float(value) >= 0.0:
-            raise ValueError(f"{name} must be 0 or more, not {float(value)}.")
-    if len(betas) != 2 or not all(0.0 <= float(beta) < 1.0 for beta in betas):
-        raise ValueError(f"betas must be two numbers in [0, 1), not {tuple(betas)}.")
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    """Return whether the elements fill one piece of memory without gaps or overlaps, in any order of dimensions."""
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size != 1:
-            if stride != expected:
-                return False
-            expected *= size
-    return True
-
-
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a dense tensor's memory as one dimension."""
-    return tensor.detach().as_strided((tensor.numel(),), (1,))
 
 
 def _like(tensor: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
@@ -81,7 +57,7 @@ class HostAdamW(Optimizer):
         maximize: bool = False,
         decoupled_weight_decay: bool = True,
     ) -> None:
-        _check_hyperparameters(lr, betas, eps, weight_decay)
+        check_hyperparameters(lr, betas, eps, weight_decay)
         # The keys that have no meaning here are torch's, whose AdamW reads them from a group it has loaded.
         defaults = {
             "lr": lr,
@@ -108,7 +84,7 @@ class HostAdamW(Optimizer):
             raise
 
     def _check_group(self, group: dict[str, Any]) -> None:
-        _check_hyperparameters(group["lr"], group["betas"], group["eps"], group["weight_decay"])
+        check_hyperparameters(group["lr"], group["betas"], group["eps"], group["weight_decay"])
         if group["amsgrad"]:
             raise ValueError("HostAdamW does not support amsgrad=True; use torch.optim.AdamW for it.")
         for param in group["params"]:
@@ -194,7 +170,7 @@ class HostAdamW(Optimizer):
             weight_decay=float(group["weight_decay"]),
             maximize=bool(group["maximize"]),
         )
-        updates = [(param, param.detach() if _is_dense(param) else param.detach().contiguous()) for param in params]
+        updates = [(param, param.detach() if is_dense(param) else param.detach().contiguous()) for param in params]
         segments = []
         for param, weight in updates:
             state = self._state_of(param)
@@ -202,10 +178,10 @@ class HostAdamW(Optimizer):
                 state[key] = _like(weight, state[key])
             segments.append(
                 Segment(
-                    grad=_flat(_like(weight, param.grad)),
-                    param=_flat(weight),
-                    exp_avg=_flat(state["exp_avg"]),
-                    exp_avg_sq=_flat(state["exp_avg_sq"]),
+                    grad=flat(_like(weight, param.grad)),
+                    param=flat(weight),
+                    exp_avg=flat(state["exp_avg"]),
+                    exp_avg_sq=flat(state["exp_avg_sq"]),
                     step=state["step"],
                 )
             )

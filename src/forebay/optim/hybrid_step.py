@@ -10,7 +10,8 @@ import torch
 from torch.optim import Optimizer
 
 from forebay.engine import Buffer, Engine, Event, Lane
-from forebay.optim.hybrid_slots import PythonTask, Slot, carve, flat, is_dense, shaped
+from forebay.optim.dense import flat, is_dense, shaped
+from forebay.optim.hybrid_slots import PythonTask, Slot, carve
 
 Gradients = Mapping[torch.Tensor, torch.Tensor]
 
