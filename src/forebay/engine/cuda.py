@@ -57,6 +57,7 @@ def _unregister(address: int) -> None:
 
 
 _GAP_BYTES = 4 * 2**20  # copies from this size on leave a gap behind them
+_MOST_STALLS = 256  # waits whose duration is not known yet, before they are looked at unasked
 
 
 class _Event(torch.cuda.Event):
@@ -149,19 +150,20 @@ class CudaEngine(Engine):
         stream.wait_event(event)
         after.record(stream)
         self._stalls.append((before, after))
+        if len(self._stalls) > _MOST_STALLS:
+            self._add_up_stalls()
         self._give_back(event, stream)
 
     def _give_back(self, event: _Event, stream: torch.cuda.Stream) -> None:
         """Let go of the device memory that side lanes used before ``event``, which ``stream`` comes after now."""
-        if event.lane is not Lane.COMPUTE:
-            # From here on the compute stream comes after that work, so its allocator may have device memory
-            # back at once; holding it until the event has really passed would raise the peak. Host memory has
-            # no such order: it stays until the event passes.
-            for in_use in self._in_use[event.lane]:
-                if in_use.event.position > event.position:
-                    break
-                if in_use.compute_stream == stream.cuda_stream:
-                    in_use.on_device.clear()
+        # From here on the compute stream comes after that work, so its allocator may have device memory back at
+        # once; holding it until the event has really passed would raise the peak. Host memory has no such order: it
+        # stays until the event passes.
+        for in_use in self._in_use[event.lane]:
+            if in_use.event.position > event.position:
+                break
+            if in_use.compute_stream == stream.cuda_stream:
+                in_use.on_device.clear()
 
     def copy(self, lane: Lane, destination: torch.Tensor, source: torch.Tensor, *, speculative: bool = False) -> None:
         """See :meth:`Engine.copy`."""
@@ -240,10 +242,13 @@ class CudaEngine(Engine):
 
     def traffic(self) -> Traffic:
         """See :meth:`Engine.traffic`."""
+        self._add_up_stalls()
+        return dataclasses.replace(self._traffic)
+
+    def _add_up_stalls(self) -> None:
         while self._stalls and self._stalls[0][1].query():
             before, after = self._stalls.popleft()
             self._traffic.stall_ms += before.elapsed_time(after)
-        return dataclasses.replace(self._traffic)
 
     def take_peak_bytes(self) -> int:
         """See :meth:`Engine.take_peak_bytes`."""
