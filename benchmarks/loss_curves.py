@@ -2,9 +2,9 @@
 
     python benchmarks/loss_curves.py --output benchmarks/results/loss_curves_llama_1b.csv
 
-Deterministic algorithms are on: the backward of attention adds in any order otherwise, and two runs without any
-offload then differ as much as these do. Writes the loss of every step at every fraction, and beside it
-(``..._summary.csv``) peak memory, milliseconds a step and the largest difference to the first fraction.
+Deterministic algorithms are on, because the backward of attention may add in any order otherwise. Writes the loss
+of every step at every fraction, and beside it (``..._summary.csv``) peak memory, milliseconds a step and the
+largest difference to the first fraction.
 """
 
 from __future__ import annotations
