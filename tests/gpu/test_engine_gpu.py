@@ -14,7 +14,7 @@ pytestmark = pytest.mark.gpu
 NUM_ELEMENTS = 4_000_001
 
 
-def sgd_task(engine, grad, weight):
+def sgd_task(grad, weight):
     """Return a native task that does ``weight -= 0.5 * grad``."""
     segment = kernels.Segment(grad=grad, param=weight)
     return kernels.UpdateTask("update w", kernels.Algorithm.SGD, [segment], kernels.Hyper(lr=0.5))
@@ -26,7 +26,7 @@ def test_gradient_down_update_weight_up(delay_seed):
     grads = engine.empty_host(4 * NUM_ELEMENTS, "gradients").view(torch.float32, NUM_ELEMENTS)
     weights = engine.empty_host(4 * NUM_ELEMENTS, "weights").view(torch.float32, NUM_ELEMENTS)
     weights.fill_(1.0)
-    task = sgd_task(engine, grads, weights)
+    task = sgd_task(grads, weights)
     assert task.function_address
     weight = torch.ones(NUM_ELEMENTS, device="cuda")
     expected = torch.ones(NUM_ELEMENTS, device="cuda")
@@ -86,7 +86,7 @@ def test_python_task_comes_after_what_was_enqueued_before():
 def test_failed_task_is_named():
     engine = CudaEngine(torch.device("cuda"))
     grads, weights = torch.ones(8), torch.ones(8)
-    task = sgd_task(engine, grads, weights)
+    task = sgd_task(grads, weights)
     task._c_segments[0].grad = None
     engine.host_task(task)
     with pytest.raises(HostTaskError, match="'update w' failed with status"):

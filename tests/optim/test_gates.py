@@ -35,8 +35,8 @@ def upload(engine, param):
 
 
 def attached(model, engine, tick=lambda key: None):
-    gates = Gates(tick)
-    gates.attach(model, engine)
+    gates = Gates(engine, tick)
+    gates.attach(model)
     return gates
 
 
@@ -47,7 +47,7 @@ def test_every_module_waits_for_its_own_weights(seed):
     gates = attached(model, engine)
     for _ in range(3):
         for param in model.parameters():
-            gates.close(param, upload(engine, param), engine)
+            gates.close(param, upload(engine, param))
         with engine.watch():
             model(torch.ones(2, 4))
 
@@ -58,8 +58,8 @@ def test_an_early_module_does_not_wait_for_late_weights():
     gates = attached(model, engine)
     model(torch.ones(2, 4))
     first, last = upload(engine, model[0].weight), upload(engine, model[1].weight)
-    gates.close(model[0].weight, first, engine)
-    gates.close(model[1].weight, last, engine)
+    gates.close(model[0].weight, first)
+    gates.close(model[1].weight, last)
     model[0](torch.ones(2, 4))
     assert first.query()
     assert not last.query()
@@ -72,7 +72,7 @@ def test_a_weight_that_the_parent_reads_is_waited_for_at_the_root(learned):
     gates = attached(model, engine)
     if learned:
         model(torch.ones(2, 4))
-    gates.close(model.hidden.weight, upload(engine, model.hidden.weight), engine)
+    gates.close(model.hidden.weight, upload(engine, model.hidden.weight))
     with engine.watch():
         model(torch.ones(2, 4))
 
@@ -102,6 +102,6 @@ def test_a_copy_of_the_model_is_attached_to_nothing(how):
     gates = attached(model, engine)
     copied = how(model)
     event = upload(engine, model[0].weight)
-    gates.close(model[0].weight, event, engine)
+    gates.close(model[0].weight, event)
     copied(torch.ones(2, 4))
     assert not event.query()

@@ -24,8 +24,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 from forebay import HybridDeviceOptimizer
 from forebay.engine.sim import SimEngine
 
-Adam, AdamW, SGD = torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD
-SEEDS = range(50)
+AdamW, SGD = torch.optim.AdamW, torch.optim.SGD
 
 
 # Optimizer interface

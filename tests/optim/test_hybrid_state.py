@@ -24,8 +24,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 from forebay.engine.sim import SimEngine
 from forebay.optim.host_adamw import HostAdamW
 
-Adam, AdamW, SGD = torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD
-SEEDS = range(50)
+AdamW = torch.optim.AdamW
 
 
 # State

@@ -237,7 +237,7 @@ class AdamW(Optimizer):
         Call it once, before the first step. Reading a parameter outside of a module's forward then needs
         :meth:`synchronize` first; ``model.state_dict()`` does it by itself.
         """
-        self.placed.gates.attach(model, self.engine)
+        self.placed.gates.attach(model)
 
     def synchronize(self) -> None:
         """Let what the current stream does next see all updates enqueued so far. Does not block Python."""

@@ -44,7 +44,7 @@ class StepScalars:
 
     Attributes:
         steps: fp32 (num_segments,), how many updates each segment has had, like ``step`` in torch's AdamW.
-        most_steps: no entry of ``steps`` is larger.
+        most_steps: no entry of ``steps`` is larger; whoever writes to ``steps`` sets it.
         rows: fp32 (num_segments, 3): ``1 - lr * weight_decay``, ``lr / bias_correction1`` and
             ``sqrt(bias_correction2)``.
     """
@@ -76,10 +76,6 @@ class StepScalars:
         self.rows[:, 0] = 1 - lr * weight_decay
         self.rows[:, 1] = lr / (1 - powers[0])
         self.rows[:, 2] = (1 - powers[1]).sqrt()
-
-    def set_steps(self, most_steps: int) -> None:
-        """Say how far ``steps``, which was written to from outside, may have counted."""
-        self.most_steps = most_steps
 
 
 def _powers(bases: torch.Tensor, exponents: torch.Tensor, num_bits: int) -> torch.Tensor:

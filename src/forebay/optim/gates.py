@@ -14,6 +14,7 @@ class Gates:
     """The events after which each parameter is current, and the hooks that wait for them.
 
     Args:
+        engine: whose events they are; None for the gates of a copied model, which are never closed.
         tick: called before each module's forward with a number that tells modules apart.
 
     Which module's forward reads a parameter is learned: during the first forward after :meth:`attach`
@@ -25,19 +26,18 @@ class Gates:
         module_order: parameters in the order in which the model registers them, numbered.
     """
 
-    def __init__(self, tick: Callable[[int], object] = lambda key: None) -> None:
+    def __init__(self, engine: Engine | None = None, tick: Callable[[int], object] = lambda key: None) -> None:
         self.attached = False
+        self._engine = engine
         self._tick = tick
         self._keys: dict[torch.nn.Module, int] = {}
         self.module_order: dict[torch.Tensor, int] = {}
-        self._engine: Engine | None = None
         self._closed: dict[torch.Tensor, list[Event]] = {}
         self._owned: set[torch.Tensor] = set()
         self._learned = False
 
-    def close(self, param: torch.Tensor, event: Event, engine: Engine) -> None:
-        """Let readers of ``param`` wait for ``event`` of ``engine``."""
-        self._engine = engine
+    def close(self, param: torch.Tensor, event: Event) -> None:
+        """Let readers of ``param`` wait for ``event``."""
         self._closed.setdefault(param, []).append(event)
 
     def open_all(self) -> None:
@@ -45,7 +45,7 @@ class Gates:
         for param in list(self._closed):
             self._open(param)
 
-    def attach(self, model: torch.nn.Module, engine: Engine) -> None:
+    def attach(self, model: torch.nn.Module) -> None:
         """Place the hooks on ``model`` and its modules.
 
         Raises:
@@ -54,7 +54,6 @@ class Gates:
         if self.attached:
             raise ValueError("attach() was called before; an optimizer is attached to one model, once")
         self.attached = True
-        self._engine = engine
         self.module_order = {param: number for number, param in enumerate(model.parameters())}
         model.register_forward_pre_hook(self._before_root, prepend=True)
         model.register_forward_hook(self._after_root)

@@ -134,7 +134,8 @@ class HostShare(Share):
     def step(self, context: StepContext) -> None:
         """See :meth:`Share.step`."""
         engine = self.engine
-        if not any(is_active(chunk.state.chunk, context) for chunk in self._host_chunks):
+        active = [chunk for chunk in self._host_chunks if is_active(chunk.state.chunk, context)]
+        if not active:
             return
         phase = self._num_steps % _NUM_PHASES
         self._num_steps += 1
@@ -142,7 +143,6 @@ class HostShare(Share):
         if done is not None:
             # The tasks of two steps ago read the hyperparameters and controls written below.
             done.synchronize()
-        active = [chunk for chunk in self._host_chunks if is_active(chunk.state.chunk, context)]
         # Gradients, norm and skip flag are computed on the compute lane.
         engine.wait(Lane.DOWN, engine.record(Lane.COMPUTE))
         for number in self._places:

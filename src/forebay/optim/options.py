@@ -66,6 +66,12 @@ class Options:
         return {"auto": auto, "streamed": 0.0, "host": 1.0}[self.placement]
 
 
+def add_bytes(plan: dict[str, dict[str, int]], tier: str, purpose: str, num_bytes: int) -> None:
+    """Add bytes to a memory plan; nothing where there are none."""
+    if num_bytes:
+        plan[tier][purpose] = plan[tier].get(purpose, 0) + num_bytes
+
+
 def plan_memory(
     params: Iterable[torch.Tensor],
     *,
@@ -91,23 +97,20 @@ def plan_memory(
     copied = "pinned" if pinned else "pageable"
     plan: dict[str, dict[str, int]] = {"device": {}, "pinned": {}, "pageable": {}}
 
-    def add(tier: str, purpose: str, num_bytes: int) -> None:
-        if num_bytes:
-            plan[tier][purpose] = plan[tier].get(purpose, 0) + num_bytes
-
-    add("device", "optimizer_state", state[Placement.DEVICE])
-    add(copied, "optimizer_state", state[Placement.STREAMED])
+    add_bytes(plan, "device", "optimizer_state", state[Placement.DEVICE])
+    add_bytes(plan, copied, "optimizer_state", state[Placement.STREAMED])
     streamed = [region_bytes(chunk) for chunk in by_placement[Placement.STREAMED]]
-    add(
+    add_bytes(
+        plan,
         "device",
         "staging",
         max(streamed, default=0) * min(NUM_STREAM_SLOTS if overlap else 1, len(streamed)),
     )
-    add("pageable", "optimizer_state", state[Placement.HOST])
+    add_bytes(plan, "pageable", "optimizer_state", state[Placement.HOST])
     weights = [chunk.num_elements * chunk.dtype.itemsize for chunk in by_placement[Placement.HOST]]
-    add(copied, "weights", sum(weights))
-    add(copied, "gradients", sum(weights))
-    add(copied, "other", CONTROL_BYTES if weights else 0)
+    add_bytes(plan, copied, "weights", sum(weights))
+    add_bytes(plan, copied, "gradients", sum(weights))
+    add_bytes(plan, copied, "other", CONTROL_BYTES if weights else 0)
     return plan
 
 

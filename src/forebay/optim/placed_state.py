@@ -61,7 +61,7 @@ class PlacedState:
         self.engine = engine
         self.options = options
         # The hooks are held by the model and must not keep the state alive.
-        self.gates = Gates(_weak(self.tick))
+        self.gates = Gates(engine, _weak(self.tick))
         self.params: list[torch.Tensor] = []
         self.numbers: dict[torch.Tensor, int] = {}
         self._tracked: list[_Tracked] = []
@@ -104,7 +104,7 @@ class PlacedState:
             num_rows += sum(len(chunk.segments) for chunk in own)
         scalars = StepScalars(num_rows, self.engine.device)
         scalars.steps[: len(self.scalars.steps)] = self.scalars.steps
-        scalars.set_steps(self.scalars.most_steps)
+        scalars.most_steps = self.scalars.most_steps
         self.scalars = scalars
         if self.options.overlap and (self._streamed.chunks or self._host.chunks):
             if self._streamed.chunks and self._tide is None:
@@ -167,7 +167,7 @@ class PlacedState:
         for placement in (Placement.HOST, Placement.STREAMED, Placement.DEVICE):
             self.shares[placement].step(context)
         for number, event in self._host.upload(context).items():
-            self.gates.close(self.params[number], event, self.engine)
+            self.gates.close(self.params[number], event)
         for tracked, grad in zip(self._tracked, grads, strict=True):
             if grad is not None:
                 torch.autograd.graph.increment_version(tracked.param)

@@ -39,13 +39,18 @@ class _Piece:
     on_host: bool
 
 
-def _pieces(optimizer: AdamW) -> list[list[_Piece]]:
-    """Return the pieces of each parameter's state, in order, all current and readable by Python."""
+def _pieces(optimizer: AdamW, only: int | None = None) -> list[list[_Piece]]:
+    """Return the pieces of each parameter's state, in order, all current and readable by Python.
+
+    With ``only``, the number of a parameter, just that one's are gathered.
+    """
     placed = optimizer.placed
     placed.settle()
     pieces: list[list[_Piece]] = [[] for _ in placed.params]
     for placement, share in placed.shares.items():
         for number, state in enumerate(share.chunks):
+            if only is not None and all(segment.param != only for segment in state.chunk.segments):
+                continue
             fields = state.segment_fields(state.region)
             for index, segment in enumerate(state.chunk.segments):
                 step = share.step_counter(number, index, placed.scalars)
@@ -95,7 +100,7 @@ class LazyState(Mapping[torch.Tensor, dict[str, Any]]):
 
     def __getitem__(self, param: torch.Tensor) -> dict[str, Any]:
         number = self._optimizer.placed.numbers[param]
-        return _param_state(param, _pieces(self._optimizer)[number])
+        return _param_state(param, _pieces(self._optimizer, only=number)[number])
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         return iter(self._optimizer.placed.params)
@@ -171,8 +176,8 @@ def load(optimizer: AdamW, state_dict: Mapping[str, Any]) -> None:
             optimizer._pending_masters[param] = SavedMaster(remainder, checksum)
         elif "master_param" in entry:
             optimizer._pending_masters[param] = SavedMaster(master=entry["master_param"])
-    most_steps = max((int(float(entry.get("step", 0))) for entry in entries.values()), default=0)
-    optimizer.placed.scalars.set_steps(most_steps)
+    steps = (int(float(entry.get("step", 0))) for entry in entries.values())
+    optimizer.placed.scalars.most_steps = max(steps, default=0)
     # Until the saved masters turn out to belong to the weights, the weights are the masters.
     optimizer.refresh_masters()
 

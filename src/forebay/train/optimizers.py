@@ -122,11 +122,9 @@ def _adamw_options(options: OptimizerConfig) -> dict[str, Any]:
 def _hybrid_plan(
     options: OptimizerConfig, params: Sequence[torch.Tensor], fraction: float
 ) -> dict[str, dict[str, int]]:
-    plan: dict[str, dict[str, int]] = {"device": {}, "pinned": {}, "pageable": {}}
+    from forebay.optim.options import add_bytes
 
-    def add(tier: str, purpose: str, num_bytes: int) -> None:
-        if num_bytes:
-            plan[tier][purpose] = plan[tier].get(purpose, 0) + num_bytes
+    plan: dict[str, dict[str, int]] = {"device": {}, "pinned": {}, "pageable": {}}
 
     target = fraction * sum(p.numel() for p in params)
     offloaded = 0
@@ -137,9 +135,9 @@ def _hybrid_plan(
         if offloaded < target:
             offloaded += param.numel()
             own_bytes = param.numel() * param.element_size()
-            add("pageable", "optimizer_state", state_bytes)
-            add("pinned" if options.pin_cpu_params else "pageable", "weights", own_bytes)
-            add("pinned" if options.pin_cpu_grads else "pageable", "gradients", own_bytes)
+            add_bytes(plan, "pageable", "optimizer_state", state_bytes)
+            add_bytes(plan, "pinned" if options.pin_cpu_params else "pageable", "weights", own_bytes)
+            add_bytes(plan, "pinned" if options.pin_cpu_grads else "pageable", "gradients", own_bytes)
         else:
-            add("device", "optimizer_state", state_bytes)
+            add_bytes(plan, "device", "optimizer_state", state_bytes)
     return plan
