@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
-import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
-from forebay.engine import Engine, Traffic, get_engine
-from forebay.optim import device_update, state_dict
-from forebay.optim.chunk_state import PARAM_DTYPES
-from forebay.optim.device_update import GroupValues
+from forebay.engine import Engine
+from forebay.optim.adamw_rule import AdamWRule
 from forebay.optim.hyperparameters import check_hyperparameters
-from forebay.optim.options import DEFAULT_CHUNK_ELEMENTS, Options
-from forebay.optim.placed_state import PlacedState
+from forebay.optim.options import DEFAULT_CHUNK_ELEMENTS, Options, check_state_dtype
+from forebay.optim.placed_optimizer import PlacedOptimizer
+from forebay.optim.update_rule import UpdateRule
 
 
-class AdamW(Optimizer):
+class AdamW(PlacedOptimizer):
     """AdamW (Loshchilov and Hutter, 2019) with a share of its state on the host.
 
     A drop-in for ``torch.optim.AdamW``. Low-precision parameters get fp32 master weights: a bf16 weight is the
@@ -51,6 +47,9 @@ class AdamW(Optimizer):
             that peak it uses what is free anyway. Default 0.0.
         pinned: pin the host memory that is copied. Default True.
         skip_nonfinite: leave everything untouched in a step whose gradient norm is not finite. Default False.
+        state_dtype: of the moments. ``"bf16"`` (6 bytes of state a bf16 parameter, master included) and ``"8bit"``
+            (4.1 bytes; no host kernel, so all that is offloaded is streamed) lose precision: they are stored with
+            stochastic rounding, see :mod:`forebay.optim.low_precision`. Default ``"fp32"``, exact (10 bytes).
         chunk_elements: most elements that travel in one piece. Default about 16 Mi.
         engine: what moves the state. Default: this process's engine for the parameters' device.
 
@@ -74,275 +73,23 @@ class AdamW(Optimizer):
         staging_gib: float = 0.0,
         pinned: bool = True,
         skip_nonfinite: bool = False,
+        state_dtype: str = "fp32",
         chunk_elements: int = DEFAULT_CHUNK_ELEMENTS,
         engine: Engine | None = None,
     ) -> None:
-        self._options = Options(
+        check_state_dtype(state_dtype)
+        self._state_dtype = state_dtype
+        options = Options(
             offload_fraction, placement, host_share, overlap, staging_gib, pinned, skip_nonfinite, chunk_elements
         )
-        self._placed: PlacedState | None = None
-        self._grad_scale: torch.Tensor | None = None
-        self._norm: torch.Tensor | None = None
-        self._last_stats: tuple[Traffic, int, int] | None = None
-        self._pending_masters: dict[torch.Tensor, state_dict.SavedMaster] = {}
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "maximize": maximize,
-        }
-        super().__init__(params, defaults)
-        self._placed = PlacedState(engine or get_engine(self.param_groups[0]["params"][0].device), self._options)
-        self.state = state_dict.LazyState(self)  # type: ignore[assignment]
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
+        super().__init__(params, defaults, options, engine)
 
-    @property
-    def placed(self) -> PlacedState:
-        """The state in its placements."""
-        assert self._placed is not None
-        return self._placed
+    def _make_rule(self, device: torch.device) -> UpdateRule:
+        return AdamWRule(device, self._state_dtype)
 
-    @property
-    def engine(self) -> Engine:
-        """The engine that moves the state."""
-        return self.placed.engine
-
-    # Parameters and memory
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, as in torch; if state is allocated, the fraction holds for the new group by itself."""
-        super().add_param_group(param_group)
-        try:
-            self._check_group(self.param_groups[-1])
-        except ValueError:
-            self.param_groups.pop()
-            raise
-        if self._placed is not None and self._placed.params:
-            self.allocate()
-
-    def _check_group(self, group: Mapping[str, Any]) -> None:
+    def _check_hyperparameters(self, group: Mapping[str, Any]) -> None:
         check_hyperparameters(group["lr"], group["betas"], group["eps"], group["weight_decay"])
-        device = self.param_groups[0]["params"][0].device if self.param_groups[0]["params"] else None
-        for name, param in self._named([group]):
-            if param.dtype not in PARAM_DTYPES:
-                choices = ", ".join(str(dtype).removeprefix("torch.") for dtype in PARAM_DTYPES)
-                raise ValueError(f"parameter {name} is {param.dtype}; forebay.AdamW takes {choices}")
-            if param.device != device:
-                raise ValueError(
-                    f"parameter {name} is on {param.device}, others are on {device}; use one optimizer per device"
-                )
-            if not param.is_contiguous():
-                raise ValueError(
-                    f"parameter {name} is not contiguous (shape {tuple(param.shape)}, strides {param.stride()}); "
-                    "make it contiguous before handing it to the optimizer"
-                )
 
-    def _named(self, groups: Iterable[Mapping[str, Any]]) -> list[tuple[str, torch.Tensor]]:
-        named = []
-        for index, group in enumerate(groups):
-            names = group.get("param_names") or [
-                f"{position} of group {index}" for position in range(len(group["params"]))
-            ]
-            named += list(zip(names, group["params"], strict=True))
-        return named
-
-    def allocate(self) -> None:
-        """Allocate the state of all parameters that require a gradient now, rather than at the first step.
-
-        Pinning 100 GB takes most of a minute, and pinning later, between collectives, can stall other ranks.
-
-        Raises:
-            HostMemoryError: if the host share does not fit the host; nothing is allocated then.
-        """
-        self._allocate_where(lambda param: param.requires_grad)
-
-    def _allocate_where(self, wanted: Callable[[torch.Tensor], bool]) -> None:
-        named = self._named(self.param_groups)
-        self.placed.extend([(n, p) for n, p in named if p not in self.placed.numbers and wanted(p)])
-
-    # Using it
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update all parameters that have a gradient.
-
-        Args:
-            closure: computes the loss again and returns it; called once, with gradients enabled.
-
-        Returns:
-            What the closure returned, or None.
-
-        Raises:
-            HostTaskError: if a host update of an earlier step failed.
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        self.engine.check_tasks()
-        # Frozen parameters have no state until the day they get a gradient.
-        self._allocate_where(lambda param: param.requires_grad or param.grad is not None)
-        # Weights that no forward has asked for since the last step are read and written below.
-        self.synchronize()
-        self._take_external_writes()
-        grads = [param.grad for param in self.placed.params if param.grad is not None]
-        if grads:
-            groups = [_group_values(group) for group in self.param_groups]
-            self.placed.step(groups, self._group_of(), self._grad_scale, self._skip_flag(grads))
-        self._grad_scale = self._norm = None
-        return loss
-
-    def _group_of(self) -> list[int]:
-        numbers = self.placed.numbers
-        group_of = [0] * len(numbers)
-        for index, group in enumerate(self.param_groups):
-            for param in group["params"]:
-                if param in numbers:
-                    group_of[numbers[param]] = index
-        return group_of
-
-    def _skip_flag(self, grads: list[torch.Tensor]) -> torch.Tensor | None:
-        if not self._options.skip_nonfinite:
-            return None
-        norm = self._norm if self._norm is not None else device_update.global_norm(grads)
-        return (~norm.isfinite()).to(torch.float32).reshape(1)
-
-    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
-        """Clip the norm of all gradients together to ``max_norm`` in the coming step.
-
-        Like ``torch.nn.utils.clip_grad_norm_``, but the gradients stay as they are: the coefficient is applied
-        in fp32 inside the update, and never leaves the device.
-
-        Returns:
-            The norm before clipping, an fp32 scalar on the device. Reading it blocks; nothing here does.
-        """
-        if not max_norm > 0:
-            raise ValueError(f"max_norm must be above 0, got {max_norm}; leave the call out to not clip")
-        grads = [param.grad for group in self.param_groups for param in group["params"] if param.grad is not None]
-        if not grads:
-            return torch.zeros((), device=self.engine.device)
-        self._norm = device_update.global_norm([grad.detach() for grad in grads])
-        self._grad_scale = (max_norm / (self._norm + 1e-6)).clamp(max=1.0).reshape(1)
-        return self._norm
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Reset gradients; a clip coefficient computed from them is dropped too."""
-        self._grad_scale = self._norm = None
-        self.placed.end_backwards()
-        super().zero_grad(set_to_none)
-
-    def attach(self, model: torch.nn.Module) -> None:
-        """Let each module of ``model`` wait for its own weights only, so that updates run under forward.
-
-        Call it once, before the first step. Reading a parameter outside of a module's forward then needs
-        :meth:`synchronize` first; ``model.state_dict()`` does it by itself.
-        """
-        self.placed.gates.attach(model)
-
-    def synchronize(self) -> None:
-        """Let what the current stream does next see all updates enqueued so far. Does not block Python."""
-        self.placed.gates.open_all()
-
-    def stats(self) -> dict[str, float | None]:
-        """Return what was moved since the last call, without waiting for the device.
-
-        Returns:
-            ``down_gbps`` and ``up_gbps``, bytes copied over time passed, in GB/s; ``host_update_ms``, time the
-            host kernel worked; ``stall_ms``, time the compute stream waited for transfers and host updates (known
-            late: part of it may be counted in the next call). None at the first call.
-        """
-        traffic, now_ns = self.engine.traffic(), time.monotonic_ns()
-        busy_ns = self.placed.host_busy_ns
-        last, self._last_stats = self._last_stats, (traffic, busy_ns, now_ns)
-        if last is None:
-            return dict.fromkeys(("down_gbps", "up_gbps", "host_update_ms", "stall_ms"))
-        before, busy_before_ns, before_ns = last
-        passed_ns = max(now_ns - before_ns, 1)
-        return {
-            "down_gbps": (traffic.down_bytes - before.down_bytes) / passed_ns,
-            "up_gbps": (traffic.up_bytes - before.up_bytes) / passed_ns,
-            "host_update_ms": (busy_ns - busy_before_ns) / 1e6,
-            "stall_ms": traffic.stall_ms - before.stall_ms,
-        }
-
-    # State
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state in ``torch.optim.AdamW``'s schema, on the CPU, whatever the placement.
-
-        A bf16 parameter has ``master_remainder`` and ``master_checksum`` besides; other optimizers ignore them.
-        """
-        for pre_hook in self._optimizer_state_dict_pre_hooks.values():
-            pre_hook(self)
-        result = state_dict.save(self)
-        for post_hook in self._optimizer_state_dict_post_hooks.values():
-            changed = post_hook(self, result)
-            result = result if changed is None else changed
-        return result
-
-    @torch.no_grad()
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what :meth:`state_dict` of any placement, or of ``torch.optim.AdamW``, returned.
-
-        Masters are taken from it where they belong to the weights the model has at the next step; otherwise,
-        and where it has none, they are the weights.
-
-        Raises:
-            ValueError: if the groups or shapes differ from this optimizer's; the message names the first.
-        """
-        from forebay.optim import state_dict as io
-
-        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
-            changed = pre_hook(self, state_dict)
-            state_dict = state_dict if changed is None else changed
-        io.load(self, state_dict)
-        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
-            post_hook(self)
-
-    def refresh_masters(self, params: Iterable[torch.Tensor] | None = None) -> None:
-        """Set the masters of ``params`` (all by default) to their current values.
-
-        Needed only after writes that torch does not count, such as ``param.data.copy_()``; others are noticed.
-        """
-        chosen = self.placed.params if params is None else params
-        self.placed.refresh(self.placed.numbers[param] for param in chosen if param in self.placed.numbers)
-
-    def _take_external_writes(self) -> None:
-        self.placed.refresh(self.placed.externally_written())
-        if self._pending_masters:
-            state_dict.apply_masters(self)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {
-            "options": dataclasses.asdict(self._options),
-            "defaults": self.defaults,
-            "param_groups": self.param_groups,
-            "state": state_dict.save(self)["state"] if self.placed.params else None,
-        }
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self._restore(state, None)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> AdamW:
-        copied = type(self).__new__(type(self))
-        memo[id(self)] = copied
-        copied._restore(copy.deepcopy(self.__getstate__(), memo), self.engine)
-        return copied
-
-    def _restore(self, state: dict[str, Any], engine: Engine | None) -> None:
-        groups = [dict(group) for group in state["param_groups"]]
-        self.__init__(groups, **state["defaults"], **state["options"], engine=engine)  # type: ignore[misc]
-        if state["state"] is not None:
-            state_dict.load(self, {"state": state["state"], "param_groups": state_dict.pack_groups(self)})
-
-
-def _group_values(group: Mapping[str, Any]) -> GroupValues:
-    beta1, beta2 = group["betas"]
-    return GroupValues(
-        lr=float(group["lr"]),
-        weight_decay=float(group["weight_decay"]),
-        beta1=float(beta1),
-        beta2=float(beta2),
-        eps=float(group["eps"]),
-        maximize=bool(group["maximize"]),
-    )
+    def _arguments(self) -> dict[str, Any]:
+        return {**self.defaults, **dataclasses.asdict(self._options), "state_dtype": self._state_dtype}

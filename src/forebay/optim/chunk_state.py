@@ -1,39 +1,19 @@
 """The bytes of a chunk: which fields it has, where they lie in its region, and views of its segments.
 
-A region holds the fields one after the other, ``exp_avg | exp_avg_sq | remainder or master``, so that one
-copy moves all of a chunk's state. The same layout serves a region on either tier.
+A region holds the fields one after the other, such as ``exp_avg | exp_avg_sq | remainder``, so that one copy
+moves all of a chunk's state. The same layout serves a region on either tier.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping
 
 import torch
 
 from forebay.engine import Event
 from forebay.optim.layout import Chunk, Segment
-
-_MASTER_FIELD = {
-    torch.float32: None,
-    torch.bfloat16: ("remainder", torch.int16),
-    torch.float16: ("master", torch.float32),
-}
-PARAM_DTYPES = tuple(_MASTER_FIELD)
-
-
-def field_dtypes(param_dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """Return name and dtype of each state field of a parameter of ``param_dtype``, in region order."""
-    fields = {"exp_avg": torch.float32, "exp_avg_sq": torch.float32}
-    master = _MASTER_FIELD[param_dtype]
-    if master is not None:
-        fields[master[0]] = master[1]
-    return fields
-
-
-def state_bytes_per_element(param_dtype: torch.dtype) -> int:
-    """Return the bytes of optimizer state, master included, of one element of a parameter."""
-    return sum(dtype.itemsize for dtype in field_dtypes(param_dtype).values())
+from forebay.optim.update_rule import Field, UpdateRule
 
 
 @dataclasses.dataclass
@@ -42,37 +22,45 @@ class ChunkState:
 
     Attributes:
         chunk: what it covers.
-        first_row: number of its first segment among all segments of the optimizer.
+        fields: the state of an element, see :class:`UpdateRule`.
         region: flat uint8, where its state lives between steps, on the tier of its placement.
+        first_row: number of its first segment in the rule; -1 if the rule never updates it.
         written: the last event after which ``region`` on the host is current; None when nothing is in flight.
     """
 
     chunk: Chunk
-    first_row: int
+    fields: Mapping[str, Field]
     region: torch.Tensor
+    first_row: int = -1
     written: Event | None = None
 
     @property
     def num_bytes(self) -> int:
         """Bytes of the region."""
-        return region_bytes(self.chunk)
+        return fields_bytes(self.chunk, self.fields)
 
     def segment_fields(self, region: torch.Tensor) -> list[dict[str, torch.Tensor]]:
         """Return, for each segment, views of its fields in a region laid out like this chunk's."""
         views: list[dict[str, torch.Tensor]] = [{} for _ in self.chunk.segments]
         start = 0
-        for name, dtype in field_dtypes(self.chunk.dtype).items():
-            end = start + self.chunk.num_elements * dtype.itemsize
-            field = region[start:end].view(dtype)
+        for name, field in self.fields.items():
+            end = start + field.num_values(self.chunk.num_elements) * field.dtype.itemsize
+            values = region[start:end].view(field.dtype)
             for view, segment, offset in zip(views, self.chunk.segments, self.chunk.offsets, strict=True):
-                view[name] = field[offset : offset + segment.num_elements]
+                first = field.num_values(offset)
+                view[name] = values[first : first + field.num_values(segment.num_elements)]
             start = end
         return views
 
 
-def region_bytes(chunk: Chunk) -> int:
+def region_bytes(chunk: Chunk, rule: UpdateRule) -> int:
     """Return the bytes of a chunk's region."""
-    return chunk.num_elements * state_bytes_per_element(chunk.dtype)
+    return fields_bytes(chunk, rule.fields(chunk.dtype))
+
+
+def fields_bytes(chunk: Chunk, fields: Mapping[str, Field]) -> int:
+    """Return the bytes of some fields of a chunk."""
+    return sum(field.num_values(chunk.num_elements) * field.dtype.itemsize for field in fields.values())
 
 
 def flat(tensor: torch.Tensor, segment: Segment) -> torch.Tensor:
@@ -81,12 +69,3 @@ def flat(tensor: torch.Tensor, segment: Segment) -> torch.Tensor:
     It has a version counter of its own: what the optimizer writes through it is not taken for the user's write.
     """
     return tensor.data.view(-1)[segment.start : segment.stop]
-
-
-def rows_of(chunks: Sequence[Chunk], first_row: int) -> list[int]:
-    """Return the number of each chunk's first segment when they are numbered from ``first_row`` on."""
-    rows = []
-    for chunk in chunks:
-        rows.append(first_row)
-        first_row += len(chunk.segments)
-    return rows

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from forebay.host import kernels
+from forebay.optim.low_precision import Noise, load_moment, mix_keys, random_bits, store_moment
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,22 +40,36 @@ class StepScalars:
     """The numbers of a step that differ between segments, computed on the device without a synchronisation.
 
     Args:
-        num_segments: how many rows.
         device: where the rows live.
+        stochastic: make keys for stochastic rounding.
 
     Attributes:
         steps: fp32 (num_segments,), how many updates each segment has had, like ``step`` in torch's AdamW.
         most_steps: no entry of ``steps`` is larger; whoever writes to ``steps`` sets it.
         rows: fp32 (num_segments, 3): ``1 - lr * weight_decay``, ``lr / bias_correction1`` and
             ``sqrt(bias_correction2)``.
+        keys: int64 (num_segments,), the keys of this step's random bits; empty unless ``stochastic``.
     """
 
-    def __init__(self, num_segments: int, device: torch.device) -> None:
-        self.steps = torch.zeros(num_segments, dtype=torch.float32, device=device)
-        self.rows = torch.zeros(num_segments, 3, dtype=torch.float32, device=device)
+    def __init__(self, device: torch.device, *, stochastic: bool) -> None:
+        self.steps = torch.zeros(0, dtype=torch.float32, device=device)
+        self.rows = torch.zeros(0, 3, dtype=torch.float32, device=device)
+        self.keys = torch.zeros(0, dtype=torch.int64, device=device)
+        self._stochastic = stochastic
+        self._seeds: list[tuple[int, int]] = []
+        self._seeds_on_device = torch.zeros(0, 2, dtype=torch.int64, device=device)
         self._inputs: torch.Tensor | None = None
         self._last: list[tuple[float, ...]] | None = None
         self.most_steps = 0
+
+    def extend(self, seeds: Sequence[tuple[int, int]]) -> None:
+        """Add rows, each with the seed of its parameter and its first element's index divided by 2**32."""
+        self._seeds += seeds
+        self.steps = torch.cat((self.steps, self.steps.new_zeros(len(seeds))))
+        self.rows = torch.cat((self.rows, self.rows.new_zeros(len(seeds), 3)))
+        if self._stochastic:
+            self._seeds_on_device = torch.tensor(self._seeds).to(self.steps.device)
+        self._last = None
 
     def advance(self, inputs: list[tuple[float, ...]], skip: torch.Tensor | None) -> None:
         """Count a step and fill ``rows``.
@@ -69,6 +84,10 @@ class StepScalars:
             self._last = inputs
         assert self._inputs is not None
         lr, weight_decay, beta1, beta2, active = self._inputs.unbind(1)
+        if self._stochastic:
+            seeds, upper = self._seeds_on_device.unbind(1)
+            step_bits = self.steps.view(torch.int32).to(torch.int64)
+            self.keys = mix_keys(mix_keys(mix_keys(seeds) ^ step_bits) ^ upper)
         self.steps += active if skip is None else active * (skip == 0)
         self.most_steps += 1
         # Double precision, because in fp32 1 - beta2**step would lose half its digits at the first steps.
@@ -101,23 +120,25 @@ def adamw(
     values: GroupValues,
     grad_scale: torch.Tensor | None,
     skip: torch.Tensor | None,
+    noise: Noise | None = None,
 ) -> None:
     """Update one segment in place.
 
     Args:
         weight: flat parameter elements, bf16, fp16 or fp32.
         grad: flat gradient, any floating dtype, same length.
-        fields: ``exp_avg`` and ``exp_avg_sq`` in fp32, plus ``remainder`` (int16) for a bf16 weight or
-            ``master`` (fp32) for an fp16 one.
+        fields: both moments as in :mod:`forebay.optim.low_precision`, plus ``remainder`` (int16) for a bf16
+            weight or ``master`` (fp32) for an fp16 one.
         row: fp32 (3,), this segment's row of :class:`StepScalars`.
         values: the group's hyperparameters; lr and weight_decay are taken from ``row`` instead.
         grad_scale: fp32 scalar on the device that multiplies the gradient, or None for 1.
         skip: fp32 scalar on the device; nonzero leaves everything untouched. None for never.
+        noise: for moments that are not fp32.
     """
     if weight.is_cuda:
         from forebay.optim import triton_update
 
-        triton_update.adamw(weight, grad, fields, row, values, grad_scale, skip)
+        triton_update.adamw(weight, grad, fields, row, values, grad_scale, skip, noise)
         return
     g = grad.to(torch.float32)
     if grad_scale is not None:
@@ -125,7 +146,7 @@ def adamw(
     if values.maximize:
         g = -g
     decay, step_size, sqrt_correction2 = row.unbind()
-    exp_avg, exp_avg_sq = fields["exp_avg"], fields["exp_avg_sq"]
+    exp_avg, exp_avg_sq = load_moment(fields, "exp_avg"), load_moment(fields, "exp_avg_sq")
     value = read_master(weight, fields) * decay
     from_grad, weight_of_difference = lerp_constants(values.beta1)
     new_avg = (g if from_grad else exp_avg) + (g - exp_avg) * weight_of_difference
@@ -133,14 +154,14 @@ def adamw(
     # torch's fp32 square root on the CPU is not always the nearest value; rounded from double precision it is.
     root = new_avg_sq.double().sqrt().float()
     value -= step_size * new_avg / (root / sqrt_correction2 + values.eps)
-    if skip is not None:
-        keep = skip == 0
-        value = torch.where(keep, value, read_master(weight, fields))
-        new_avg = torch.where(keep, new_avg, exp_avg)
-        new_avg_sq = torch.where(keep, new_avg_sq, exp_avg_sq)
-    exp_avg.copy_(new_avg)
-    exp_avg_sq.copy_(new_avg_sq)
+    bits = None if noise is None else random_bits(noise, weight.numel())
+    before = [(tensor, tensor.clone()) for tensor in (weight, *fields.values())] if skip is not None else []
+    store_moment(fields, "exp_avg", new_avg, None if bits is None else bits >> 16)
+    store_moment(fields, "exp_avg_sq", new_avg_sq, None if bits is None else bits & 0xFFFF)
     write_master(weight, fields, value)
+    for tensor, old in before:
+        assert skip is not None
+        tensor.copy_(torch.where(skip == 0, tensor, old))
 
 
 def read_master(weight: torch.Tensor, fields: Mapping[str, torch.Tensor]) -> torch.Tensor:

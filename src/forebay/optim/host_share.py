@@ -9,16 +9,17 @@ another version, and the gradient is sent again.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
 from forebay.engine import Buffer, Engine, Event, Lane
 from forebay.host import kernels
 from forebay.optim.chunk_state import ChunkState, flat
-from forebay.optim.device_update import StepScalars
 from forebay.optim.layout import Chunk, Segment
-from forebay.optim.shares import Share, StepContext, allocate_on_host, init_masters, is_active
+from forebay.optim.shares import Share, is_active
+from forebay.optim.update_rule import StepContext, UpdateRule
 
 # Two sets of hyperparameters: Python fills one while the tasks of the step before still read the other.
 _NUM_PHASES = 2
@@ -53,12 +54,13 @@ class HostShare(Share):
 
     Args:
         engine: what moves gradients and weights and runs the kernel.
+        rule: what the state is; it must have a host kernel if there are chunks.
         names: of all parameters, by number; grows with :meth:`extend`.
         pinned: pin the gradients and the host copies of the weights.
     """
 
-    def __init__(self, engine: Engine, names: Sequence[str], *, pinned: bool) -> None:
-        super().__init__(engine)
+    def __init__(self, engine: Engine, rule: UpdateRule, names: Sequence[str], *, pinned: bool) -> None:
+        super().__init__(engine, rule)
         self._names = names
         self._pinned = pinned
         self._slabs: list[Buffer] = []
@@ -73,12 +75,12 @@ class HostShare(Share):
         self._phase_done: list[Event | None] = [None] * _NUM_PHASES
         self._num_steps = 0
 
-    def extend(self, chunks: Sequence[Chunk], first_row: int, params: Sequence[torch.Tensor]) -> None:
+    def extend(self, chunks: Sequence[Chunk], params: Sequence[torch.Tensor]) -> None:
         """See :meth:`Share.extend`."""
         if not chunks:
             return
         # The state never moves, so it need not be pinned.
-        states = allocate_on_host(self.engine, chunks, first_row, self._slabs, pinned=False)
+        states = self._allocate_on_host(chunks, self._slabs, params, pinned=False)
         if not self._controls:
             slab = self._allocate(CONTROL_BYTES, "other")
             self._controls = [slab.view(torch.float32, 2, phase * 64) for phase in range(_NUM_PHASES)]
@@ -87,7 +89,6 @@ class HostShare(Share):
         start = 0
         new = []
         for state in states:
-            init_masters(state, params)
             new.append(self._host_chunk(state, weights, grads, start))
             start += new[-1].weights.nbytes
         self._host_chunks += new
@@ -112,9 +113,14 @@ class HostShare(Share):
             self._places.setdefault(segment.param, []).append((host_chunk, segment, offset))
         return host_chunk
 
-    def step_counter(self, number: int, index: int, scalars: StepScalars) -> torch.Tensor:
-        """See :meth:`Share.step_counter`; the host kernel counts by itself."""
-        return self._host_chunks[number].steps[index]
+    def scalars(self, number: int, index: int) -> dict[str, Any]:
+        """See :meth:`Share.scalars`; the host kernel counts by itself."""
+        step = self._host_chunks[number].steps[index]
+        return {"step": step.clone()} if step != 0 else {}
+
+    def set_scalars(self, number: int, index: int, values: Mapping[str, Any]) -> None:
+        """See :meth:`Share.set_scalars`."""
+        self._host_chunks[number].steps[index] = float(values.get("step", 0))
 
     def refresh(self, numbers: set[int], params: Sequence[torch.Tensor]) -> None:
         """See :meth:`Share.refresh`; the host's copies of the weights are brought up to date too."""
@@ -215,9 +221,8 @@ class HostShare(Share):
     def _set_hypers(self, context: StepContext, phase: int) -> None:
         hypers = self._hypers[phase]
         hypers += [kernels.Hyper() for _ in context.groups[len(hypers) :]]
-        for hyper, values in zip(hypers, context.groups, strict=True):
-            for name, value in dataclasses.asdict(values).items():
-                setattr(hyper, name, value)
+        for hyper, group in zip(hypers, context.groups, strict=True):
+            self.rule.set_hyper(hyper, group)
 
     def _send_controls(self, context: StepContext, phase: int) -> None:
         for source, target in zip((context.grad_scale, context.skip), self._controls[phase].split(1), strict=True):
@@ -248,6 +253,7 @@ class HostShare(Share):
             fields = chunk.state.segment_fields(chunk.state.region)
             weights = _segment_views(chunk.state.chunk, chunk.weights)
             grads = _segment_views(chunk.state.chunk, chunk.grads)
+            assert self.rule.host_algorithm is not None
             segments = [
                 kernels.Segment(
                     grad=grads[index][1],
@@ -257,6 +263,8 @@ class HostShare(Share):
                     step=chunk.steps[index],
                     master=fields[index].get("remainder", fields[index].get("master")),
                     hyper=self._hypers[phase][context.group_of[segment.param]],
+                    first_element=segment.start,
+                    seed=segment.param,
                 )
                 for index, (segment, weight) in enumerate(weights)
                 if active[index]
@@ -264,7 +272,7 @@ class HostShare(Share):
             scale, skip = self._controls[phase].split(1)
             task = kernels.UpdateTask(
                 chunk.label,
-                kernels.Algorithm.ADAMW,
+                self.rule.host_algorithm,
                 segments,
                 segments[0].hyper or kernels.Hyper(),
                 grad_scale=scale if has_scale else None,

@@ -15,9 +15,9 @@ from collections.abc import Sequence
 
 import torch
 
-# A segment starts at a multiple of this many elements in its chunk, so that every field of it is aligned to
-# at least 64 bytes (a cache line, an AVX-512 register).
-_ALIGNMENT = 64
+# A segment starts at a multiple of this many elements in its chunk, so that every field with a value for each
+# element is aligned to at least 64 bytes (a cache line, an AVX-512 register), and blocks of 8-bit state begin there.
+ALIGNMENT = 128
 # Where a tensor is split between placements or chunks.
 _SPLIT_MULTIPLE = 1024
 
@@ -145,7 +145,7 @@ def _pack(pieces: Sequence[tuple[Segment, torch.dtype]], placement: Placement, c
 
 
 def _padded(num_elements: int) -> int:
-    return -(-num_elements // _ALIGNMENT) * _ALIGNMENT
+    return -(-num_elements // ALIGNMENT) * ALIGNMENT
 
 
 def _chunk(segments: Sequence[Segment], placement: Placement, dtype: torch.dtype) -> Chunk:

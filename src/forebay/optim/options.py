@@ -8,9 +8,12 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from forebay.optim import layout
+from forebay.optim.adamw_rule import AdamWRule
 from forebay.optim.chunk_state import region_bytes
 from forebay.optim.host_share import CONTROL_BYTES
 from forebay.optim.layout import Chunk, ParamSpec, Placement
+from forebay.optim.low_precision import STATE_DTYPES
+from forebay.optim.update_rule import UpdateRule
 
 PLACEMENTS = ("auto", "streamed", "host")
 # About 16 Mi elements: a chunk of bf16 parameters has 160 MiB of state, which copies at full speed. Not a power
@@ -58,12 +61,28 @@ class Options:
         if self.chunk_elements < 4096:
             raise ValueError(f"chunk_elements must be at least 4096, got {self.chunk_elements}")
 
-    def host_share_on(self, device: torch.device) -> float:
-        """Return the share of the offloaded part that is updated on the host when training on ``device``."""
+    def host_share_of(self, rule: UpdateRule, device: torch.device) -> float:
+        """Return the share of the offloaded part that is updated on the host when training on ``device``.
+
+        Raises:
+            ValueError: if the host is to update what it has no kernel for.
+        """
+        auto = _AUTO_HOST_SHARE if device.type != "cpu" and rule.host_algorithm is not None else 0.0
+        share = {"auto": auto, "streamed": 0.0, "host": 1.0}[self.placement]
         if self.host_share is not None:
-            return self.host_share
-        auto = _AUTO_HOST_SHARE if device.type != "cpu" else 0.0
-        return {"auto": auto, "streamed": 0.0, "host": 1.0}[self.placement]
+            share = self.host_share
+        if share > 0 and self.offload_fraction > 0 and rule.host_algorithm is None:
+            raise ValueError(
+                f"{rule.name} has no host kernel, so its state cannot be updated on the host; use "
+                "placement='streamed', which updates it on the device"
+            )
+        return share
+
+
+def check_state_dtype(state_dtype: str) -> None:
+    """Raise ValueError, with the choices, for an unknown dtype of the moments."""
+    if state_dtype not in STATE_DTYPES:
+        raise ValueError(f"unknown state_dtype {state_dtype!r}; choose one of {', '.join(STATE_DTYPES)}")
 
 
 def add_bytes(plan: dict[str, dict[str, int]], tier: str, purpose: str, num_bytes: int) -> None:
@@ -81,6 +100,7 @@ def plan_memory(
     host_share: float | None = None,
     overlap: bool = True,
     pinned: bool = True,
+    state_dtype: str = "fp32",
     chunk_elements: int = DEFAULT_CHUNK_ELEMENTS,
 ) -> dict[str, dict[str, int]]:
     """Return the bytes a :class:`forebay.AdamW` with these options will hold, per tier and purpose.
@@ -91,15 +111,17 @@ def plan_memory(
         offload_fraction: see :class:`forebay.AdamW`, as for the other arguments.
     """
     options = Options(offload_fraction, placement, host_share, overlap, 0.0, pinned, False, chunk_elements)
-    chunks = divide_params(list(params), options, torch.device(device), 0)
+    check_state_dtype(state_dtype)
+    rule = AdamWRule(torch.device("cpu"), state_dtype)  # it updates nothing here
+    chunks = divide_params(list(params), options, rule, torch.device(device), 0)
     by_placement = {p: [chunk for chunk in chunks if chunk.placement is p] for p in Placement}
-    state = {p: sum(region_bytes(chunk) for chunk in own) for p, own in by_placement.items()}
+    state = {p: sum(region_bytes(chunk, rule) for chunk in own) for p, own in by_placement.items()}
     copied = "pinned" if pinned else "pageable"
     plan: dict[str, dict[str, int]] = {"device": {}, "pinned": {}, "pageable": {}}
 
     add_bytes(plan, "device", "optimizer_state", state[Placement.DEVICE])
     add_bytes(plan, copied, "optimizer_state", state[Placement.STREAMED])
-    streamed = [region_bytes(chunk) for chunk in by_placement[Placement.STREAMED]]
+    streamed = [region_bytes(chunk, rule) for chunk in by_placement[Placement.STREAMED]]
     add_bytes(
         plan,
         "device",
@@ -115,13 +137,13 @@ def plan_memory(
 
 
 def divide_params(
-    params: Sequence[torch.Tensor], options: Options, device: torch.device, first_param: int
+    params: Sequence[torch.Tensor], options: Options, rule: UpdateRule, device: torch.device, first_param: int
 ) -> list[Chunk]:
     """Divide parameters, the first of which is number ``first_param``, into chunks for training on ``device``."""
     return layout.divide(
         [ParamSpec(param.numel(), param.dtype) for param in params],
         offload_fraction=options.offload_fraction,
-        host_share=options.host_share_on(device),
+        host_share=options.host_share_of(rule, device),
         chunk_elements=options.chunk_elements,
         first_param=first_param,
     )

@@ -1,6 +1,6 @@
 """State in its placements, and the schedule by which it is updated.
 
-What :class:`forebay.AdamW` has beneath its torch interface: which parameters have state and where, the hooks in
+What an optimizer has beneath its torch interface: which parameters have state and where, the hooks in
 forward and backward by which transfers run under compute, and the order in which a step enqueues its work.
 """
 
@@ -9,18 +9,19 @@ from __future__ import annotations
 import dataclasses
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 
 from forebay.engine import Engine
-from forebay.optim.device_update import GroupValues, StepScalars
 from forebay.optim.gates import Gates
 from forebay.optim.host_share import HostShare
 from forebay.optim.layout import Placement
 from forebay.optim.options import NUM_STREAM_SLOTS, Options, divide_params
-from forebay.optim.shares import DeviceShare, Share, StepContext
+from forebay.optim.shares import DeviceShare, Share
 from forebay.optim.streamed_share import StreamedShare
 from forebay.optim.tide import Tide
+from forebay.optim.update_rule import StepContext, UpdateRule
 
 
 @dataclasses.dataclass
@@ -48,34 +49,33 @@ class PlacedState:
     Args:
         engine: moves it.
         options: say how it is divided.
+        rule: says what the state is and how it is updated.
 
     Attributes:
         gates: the events after which each parameter is current.
         params: the parameters that have state, by number.
         numbers: the number of each.
         shares: the state by placement.
-        scalars: the per-segment numbers of the device's updates.
     """
 
-    def __init__(self, engine: Engine, options: Options) -> None:
+    def __init__(self, engine: Engine, options: Options, rule: UpdateRule) -> None:
         self.engine = engine
         self.options = options
+        self.rule = rule
         # The hooks are held by the model and must not keep the state alive.
         self.gates = Gates(engine, _weak(self.tick))
         self.params: list[torch.Tensor] = []
         self.numbers: dict[torch.Tensor, int] = {}
         self._tracked: list[_Tracked] = []
         self._names: list[str] = []
-        self._streamed = StreamedShare(
-            engine, num_slots=NUM_STREAM_SLOTS if options.overlap else 1, pinned=options.pinned
-        )
-        self._host = HostShare(engine, self._names, pinned=options.pinned)
+        num_slots = NUM_STREAM_SLOTS if options.overlap else 1
+        self._streamed = StreamedShare(engine, rule, num_slots=num_slots, pinned=options.pinned)
+        self._host = HostShare(engine, rule, self._names, pinned=options.pinned)
         self.shares: dict[Placement, Share] = {
-            Placement.DEVICE: DeviceShare(engine),
+            Placement.DEVICE: DeviceShare(engine, rule),
             Placement.STREAMED: self._streamed,
             Placement.HOST: self._host,
         }
-        self.scalars = StepScalars(0, engine.device)
         self._tide: Tide | None = None
 
     def extend(self, named: Sequence[tuple[str, torch.Tensor]]) -> None:
@@ -90,22 +90,13 @@ class PlacedState:
             return
         first_param = len(self.params)
         new = [param for _, param in named]
-        chunks = divide_params(new, self.options, self.engine.device, first_param)
+        chunks = divide_params(new, self.options, self.rule, self.engine.device, first_param)
         self.params += new
         self._names += [name for name, _ in named]
         self.numbers.update((param, number) for number, param in enumerate(new, first_param))
         self._tracked += [_Tracked(param, name, _version(param)) for name, param in named]
-        # The host kernel keeps its own step counts and scalars, but rows are numbered over all chunks so that a
-        # segment has one number.
-        num_rows = len(self.scalars.steps)
         for placement, share in self.shares.items():
-            own = [chunk for chunk in chunks if chunk.placement is placement]
-            share.extend(own, num_rows, self.params)
-            num_rows += sum(len(chunk.segments) for chunk in own)
-        scalars = StepScalars(num_rows, self.engine.device)
-        scalars.steps[: len(self.scalars.steps)] = self.scalars.steps
-        scalars.most_steps = self.scalars.most_steps
-        self.scalars = scalars
+            share.extend([chunk for chunk in chunks if chunk.placement is placement], self.params)
         if self.options.overlap and (self._streamed.chunks or self._host.chunks):
             if self._streamed.chunks and self._tide is None:
                 self._tide = Tide(self.engine, int(self.options.staging_gib * 2**30))
@@ -145,7 +136,7 @@ class PlacedState:
 
     def step(
         self,
-        groups: Sequence[GroupValues],
+        groups: Sequence[dict[str, Any]],
         group_of: Sequence[int],
         grad_scale: torch.Tensor | None,
         skip: torch.Tensor | None,
@@ -153,23 +144,25 @@ class PlacedState:
         """Enqueue the update of every parameter that has a gradient.
 
         Args:
-            groups: the parameter groups' hyperparameters.
+            groups: the parameter groups.
             group_of: the group of each parameter, by number.
             grad_scale: see :class:`StepContext`.
             skip: see :class:`StepContext`.
         """
         grads = [self._flat_grad(tracked) for tracked in self._tracked]
         limit_bytes = self._tide.update_limit_bytes if self._tide is not None else 0
-        self.scalars.advance(self._row_inputs(grads, groups, group_of), skip)
-        context = StepContext(self.params, grads, groups, group_of, self.scalars, grad_scale, skip, limit_bytes)
+        context = StepContext(self.params, grads, groups, group_of, grad_scale, skip, limit_bytes)
+        is_updated = self.rule.begin_step(context)
         # Host updates first: they take longest, and what the device does next runs beside them. Their results go
         # up last: they wait for the host, and copies up that need not would queue behind them.
-        for placement in (Placement.HOST, Placement.STREAMED, Placement.DEVICE):
-            self.shares[placement].step(context)
-        for number, event in self._host.upload(context).items():
-            self.gates.close(self.params[number], event)
+        if is_updated:
+            for placement in (Placement.HOST, Placement.STREAMED, Placement.DEVICE):
+                self.shares[placement].step(context)
+            for number, event in self._host.upload(context).items():
+                self.gates.close(self.params[number], event)
+            self.rule.end_step(context)
         for tracked, grad in zip(self._tracked, grads, strict=True):
-            if grad is not None:
+            if is_updated and grad is not None:
                 torch.autograd.graph.increment_version(tracked.param)
                 tracked.version = _version(tracked.param)
             tracked.expected_backwards = tracked.num_backwards
@@ -187,25 +180,13 @@ class PlacedState:
         if grad is None:
             return None
         if grad.is_sparse:
-            raise ValueError(f"the gradient of {tracked.name} is sparse; forebay.AdamW takes dense ones")
+            raise ValueError(f"the gradient of {tracked.name} is sparse; {self.rule.name} takes dense ones here")
         if grad.dtype != tracked.param.dtype:
             raise ValueError(
                 f"the gradient of {tracked.name} is {grad.dtype} but the parameter is {tracked.param.dtype}; "
                 "they must have one dtype"
             )
         return grad.detach().contiguous().view(-1)
-
-    def _row_inputs(
-        self, grads: Sequence[torch.Tensor | None], groups: Sequence[GroupValues], group_of: Sequence[int]
-    ) -> list[tuple[float, ...]]:
-        rows: list[tuple[float, ...]] = [(0.0,) * 5] * len(self.scalars.steps)
-        for placement in (Placement.DEVICE, Placement.STREAMED):
-            for state in self.shares[placement].chunks:
-                for row, segment in enumerate(state.chunk.segments, state.first_row):
-                    values = groups[group_of[segment.param]]
-                    active = float(grads[segment.param] is not None)
-                    rows[row] = (values.lr, values.weight_decay, values.beta1, values.beta2, active)
-        return rows
 
     # Masters and figures
 

@@ -1,62 +1,41 @@
-"""The three shares of an optimizer's state, one class per placement, each knowing how to update its chunks.
+"""The shares of an optimizer's state, one class per placement, each knowing how its chunks come to be updated.
 
 A share only enqueues: nothing here blocks Python in a steady step. What a step needs to know is in
-:class:`StepContext`.
+:class:`StepContext`, what the state is in the :class:`UpdateRule`.
 """
 
 from __future__ import annotations
 
 import abc
-import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
 from forebay.engine import Buffer, Engine
-from forebay.optim import device_update
-from forebay.optim.chunk_state import ChunkState, flat, region_bytes, rows_of
-from forebay.optim.device_update import GroupValues, StepScalars
+from forebay.optim.chunk_state import ChunkState, flat, region_bytes
 from forebay.optim.layout import Chunk
-
-
-@dataclasses.dataclass
-class StepContext:
-    """What one step works with.
-
-    Attributes:
-        params: all parameters, by number.
-        grads: their gradients, flat and contiguous; None where a parameter has none in this step.
-        groups: the parameter groups' hyperparameters in this step.
-        group_of: each parameter's group.
-        scalars: the per-segment numbers on the device.
-        grad_scale: fp32 (1,) on the device, multiplies every gradient; None for 1.
-        skip: fp32 (1,) on the device, nonzero to update nothing; None for never.
-        limit_bytes: device memory that state may use for visits during the update.
-    """
-
-    params: Sequence[torch.Tensor]
-    grads: Sequence[torch.Tensor | None]
-    groups: Sequence[GroupValues]
-    group_of: Sequence[int]
-    scalars: StepScalars
-    grad_scale: torch.Tensor | None
-    skip: torch.Tensor | None
-    limit_bytes: int
+from forebay.optim.update_rule import StepContext, UpdateRule
 
 
 class Share(abc.ABC):
     """State of one placement.
 
+    Args:
+        engine: moves it.
+        rule: what the state is and how it is updated.
+
     Attributes:
         chunks: its chunks, in forward order.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, rule: UpdateRule) -> None:
         self.engine = engine
+        self.rule = rule
         self.chunks: list[ChunkState] = []
 
     @abc.abstractmethod
-    def extend(self, chunks: Sequence[Chunk], first_row: int, params: Sequence[torch.Tensor]) -> None:
+    def extend(self, chunks: Sequence[Chunk], params: Sequence[torch.Tensor]) -> None:
         """Allocate state for more chunks, zero moments, masters equal to the parameters."""
 
     @abc.abstractmethod
@@ -67,9 +46,13 @@ class Share(abc.ABC):
     def settle(self) -> None:
         """Block until ``region`` of every chunk is current and may be read and written by Python."""
 
-    def step_counter(self, number: int, index: int, scalars: StepScalars) -> torch.Tensor:
-        """Return, as a view, the count of updates of segment ``index`` of chunk ``number``."""
-        return scalars.steps[self.chunks[number].first_row + index]
+    def scalars(self, number: int, index: int) -> dict[str, Any]:
+        """Return what segment ``index`` of chunk ``number`` has beside its fields; see :class:`UpdateRule`."""
+        return self.rule.scalars(self.chunks[number].first_row + index)
+
+    def set_scalars(self, number: int, index: int, values: Mapping[str, Any]) -> None:
+        """Set what :meth:`scalars` returns; see :class:`UpdateRule`."""
+        self.rule.set_scalars(self.chunks[number].first_row + index, values)
 
     def refresh(self, numbers: set[int], params: Sequence[torch.Tensor]) -> None:
         """Set the masters of the numbered parameters to the parameters' values."""
@@ -78,6 +61,23 @@ class Share(abc.ABC):
             for segment, fields in zip(state.chunk.segments, state.segment_fields(state.region), strict=True):
                 if segment.param in numbers:
                     set_master(fields, flat(params[segment.param], segment))
+
+    def _allocate_on_host(
+        self, chunks: Sequence[Chunk], slabs: list[Buffer], params: Sequence[torch.Tensor], *, pinned: bool
+    ) -> list[ChunkState]:
+        """Carve the regions of ``chunks`` from one new slab, which is appended to ``slabs``."""
+        num_bytes = sum(region_bytes(chunk, self.rule) for chunk in chunks)
+        if num_bytes == 0:
+            return []
+        slab = self.engine.empty_host(num_bytes, "optimizer_state", pinned=pinned)
+        slabs.append(slab)
+        states, start = [], 0
+        for chunk in chunks:
+            end = start + region_bytes(chunk, self.rule)
+            states.append(ChunkState(chunk, self.rule.fields(chunk.dtype), slab.tensor[start:end]))
+            init_masters(states[-1], params)
+            start = end
+        return states
 
 
 def init_masters(state: ChunkState, params: Sequence[torch.Tensor]) -> None:
@@ -96,25 +96,6 @@ def set_master(fields: dict[str, torch.Tensor], weight: torch.Tensor) -> None:
         fields["master"].copy_(weight)
 
 
-def update_segments(state: ChunkState, region: torch.Tensor, context: StepContext, engine: Engine, label: str) -> None:
-    """Update a chunk on the compute lane, its state being in ``region`` on the device."""
-    for index, (segment, fields) in enumerate(zip(state.chunk.segments, state.segment_fields(region), strict=True)):
-        grad = context.grads[segment.param]
-        if grad is None:
-            continue
-        weight = flat(context.params[segment.param], segment)
-        engine.declare(label, reads=[grad], writes=[weight, *fields.values()])
-        device_update.adamw(
-            weight,
-            grad[segment.start : segment.stop],
-            fields,
-            context.scalars.rows[state.first_row + index],
-            context.groups[context.group_of[segment.param]],
-            context.grad_scale,
-            context.skip,
-        )
-
-
 def is_active(chunk: Chunk, context: StepContext) -> bool:
     """Return whether any parameter of the chunk has a gradient in this step."""
     return any(context.grads[segment.param] is not None for segment in chunk.segments)
@@ -123,39 +104,24 @@ def is_active(chunk: Chunk, context: StepContext) -> bool:
 class DeviceShare(Share):
     """State that stays on the device."""
 
-    def __init__(self, engine: Engine) -> None:
-        super().__init__(engine)
+    def __init__(self, engine: Engine, rule: UpdateRule) -> None:
+        super().__init__(engine, rule)
         self._buffers: list[Buffer] = []
 
-    def extend(self, chunks: Sequence[Chunk], first_row: int, params: Sequence[torch.Tensor]) -> None:
+    def extend(self, chunks: Sequence[Chunk], params: Sequence[torch.Tensor]) -> None:
         """See :meth:`Share.extend`."""
-        for chunk, row in zip(chunks, rows_of(chunks, first_row), strict=True):
-            buffer = self.engine.empty_device(region_bytes(chunk), "optimizer_state")
+        for chunk in chunks:
+            buffer = self.engine.empty_device(region_bytes(chunk, self.rule), "optimizer_state")
             self._buffers.append(buffer)
-            state = ChunkState(chunk, row, buffer.tensor)
+            state = ChunkState(chunk, self.rule.fields(chunk.dtype), buffer.tensor, self.rule.register(chunk))
             init_masters(state, params)
             self.chunks.append(state)
 
     def step(self, context: StepContext) -> None:
         """See :meth:`Share.step`."""
         for state in self.chunks:
-            update_segments(state, state.region, context, self.engine, "device update")
+            if is_active(state.chunk, context):
+                self.rule.update(state, state.region, context, self.engine)
 
     def settle(self) -> None:
         """See :meth:`Share.settle`; the compute lane orders everything here."""
-
-
-def allocate_on_host(
-    engine: Engine, chunks: Sequence[Chunk], first_row: int, slabs: list[Buffer], *, pinned: bool
-) -> list[ChunkState]:
-    """Carve the regions of ``chunks`` from one new slab, which is appended to ``slabs``."""
-    num_bytes = sum(region_bytes(chunk) for chunk in chunks)
-    if num_bytes == 0:
-        return []
-    slab = engine.empty_host(num_bytes, "optimizer_state", pinned=pinned)
-    slabs.append(slab)
-    states, start = [], 0
-    for chunk, row in zip(chunks, rows_of(chunks, first_row), strict=True):
-        states.append(ChunkState(chunk, row, slab.tensor[start : start + region_bytes(chunk)]))
-        start += region_bytes(chunk)
-    return states

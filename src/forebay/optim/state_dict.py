@@ -1,4 +1,4 @@
-"""The optimizer's state in torch's AdamW schema: assembled from chunks of any placement, and taken apart again.
+"""The optimizer's state in torch's schema: assembled from chunks of any placement, and taken apart again.
 
 Everything happens on the host, a piece at a time, so neither direction needs device memory. Beside torch's
 entries a bf16 parameter has the lower halves of its masters, ``master_remainder`` (int16), and
@@ -15,11 +15,13 @@ import torch
 
 from forebay.optim.chunk_state import flat
 from forebay.optim.layout import Placement, Segment
+from forebay.optim.shares import Share
+from forebay.optim.update_rule import MASTER_FIELDS
 
 if TYPE_CHECKING:
-    from forebay.optim.adamw import AdamW
+    from forebay.optim.placed_optimizer import PlacedOptimizer
 
-_MOMENTS = ("exp_avg", "exp_avg_sq")
+_MASTER_ENTRIES = ("master_remainder", "master_checksum", "master_param")
 
 
 @dataclasses.dataclass
@@ -33,13 +35,19 @@ class SavedMaster:
 
 @dataclasses.dataclass
 class _Piece:
+    share: Share
+    chunk: int  # its number in the share
+    index: int  # of the segment in the chunk
     segment: Segment
     fields: dict[str, torch.Tensor]
-    step: torch.Tensor  # fp32 scalar view
     on_host: bool
 
+    @property
+    def scalars(self) -> dict[str, Any]:
+        return self.share.scalars(self.chunk, self.index)
 
-def _pieces(optimizer: AdamW, only: int | None = None) -> list[list[_Piece]]:
+
+def _pieces(optimizer: PlacedOptimizer, only: int | None = None) -> list[list[_Piece]]:
     """Return the pieces of each parameter's state, in order, all current and readable by Python.
 
     With ``only``, the number of a parameter, just that one's are gathered.
@@ -53,23 +61,29 @@ def _pieces(optimizer: AdamW, only: int | None = None) -> list[list[_Piece]]:
                 continue
             fields = state.segment_fields(state.region)
             for index, segment in enumerate(state.chunk.segments):
-                step = share.step_counter(number, index, placed.scalars)
-                piece = _Piece(segment, fields[index], step, placement is not Placement.DEVICE)
-                pieces[segment.param].append(piece)
+                on_host = placement is not Placement.DEVICE
+                pieces[segment.param].append(_Piece(share, number, index, segment, fields[index], on_host))
     for own in pieces:
         own.sort(key=lambda piece: piece.segment.start)
     return pieces
 
 
-def _gather(pieces: list[_Piece], name: str, shape: torch.Size) -> torch.Tensor:
-    first = pieces[0].fields[name]
+def _gather(pieces: list[_Piece], name: str, shape: torch.Size) -> torch.Tensor | None:
+    parts = [
+        piece.fields[name] if name in MASTER_FIELDS else piece.share.rule.read_moment(piece.fields, name)
+        for piece in pieces
+    ]
+    first = parts[0]
+    if first is None:
+        return None
     if len(pieces) == 1 and pieces[0].on_host:
         # As in torch, a reference to live state, not a copy: a second copy of all state might not fit the host.
-        # Going through numpy gives it a storage of its own, or torch.save would write the whole slab with it.
-        return torch.from_numpy(first.numpy()).view(shape)
+        # Going through numpy, as bytes, gives it a storage of its own, or torch.save would write the whole slab.
+        return torch.from_numpy(first.view(torch.uint8).numpy()).view(first.dtype).view(shape)
     whole = torch.empty(shape, dtype=first.dtype)
-    for piece in pieces:
-        whole.view(-1)[piece.segment.start : piece.segment.stop].copy_(piece.fields[name])
+    for piece, part in zip(pieces, parts, strict=True):
+        assert part is not None
+        whole.view(-1)[piece.segment.start : piece.segment.stop].copy_(part)
     return whole
 
 
@@ -79,11 +93,12 @@ def _checksum(weight: torch.Tensor) -> int:
 
 def _param_state(param: torch.Tensor, pieces: list[_Piece]) -> dict[str, Any]:
     """Return one parameter's entry; empty if it has never been updated."""
-    if not pieces or float(pieces[0].step) == 0:
+    rule = pieces[0].share.rule if pieces else None
+    entry = pieces[0].scalars if pieces else {}
+    moments = {name: _gather(pieces, name, param.shape) for name in rule.moments} if rule and entry else {}
+    entry.update((name, value) for name, value in moments.items() if value is not None)
+    if not entry:
         return {}
-    entry = {"step": pieces[0].step.detach().cpu().clone().reshape(())}
-    for name in _MOMENTS:
-        entry[name] = _gather(pieces, name, param.shape)
     if "remainder" in pieces[0].fields:
         entry["master_remainder"] = _gather(pieces, "remainder", param.shape)
         entry["master_checksum"] = torch.tensor(_checksum(param))
@@ -95,7 +110,7 @@ def _param_state(param: torch.Tensor, pieces: list[_Piece]) -> dict[str, Any]:
 class LazyState(Mapping[torch.Tensor, dict[str, Any]]):
     """``optimizer.state``: each parameter's entry is assembled when it is asked for."""
 
-    def __init__(self, optimizer: AdamW) -> None:
+    def __init__(self, optimizer: PlacedOptimizer) -> None:
         self._optimizer = optimizer
 
     def __getitem__(self, param: torch.Tensor) -> dict[str, Any]:
@@ -109,7 +124,7 @@ class LazyState(Mapping[torch.Tensor, dict[str, Any]]):
         return len(self._optimizer.placed.params)
 
 
-def pack_groups(optimizer: AdamW) -> list[dict[str, Any]]:
+def pack_groups(optimizer: PlacedOptimizer) -> list[dict[str, Any]]:
     """Return the parameter groups with numbers in place of parameters, counted over all groups as torch does."""
     packed, start = [], 0
     for group in optimizer.param_groups:
@@ -120,12 +135,12 @@ def pack_groups(optimizer: AdamW) -> list[dict[str, Any]]:
     return packed
 
 
-def _in_group_order(optimizer: AdamW) -> list[torch.Tensor]:
+def _in_group_order(optimizer: PlacedOptimizer) -> list[torch.Tensor]:
     return [param for group in optimizer.param_groups for param in group["params"]]
 
 
 @torch.no_grad()
-def save(optimizer: AdamW) -> dict[str, Any]:
+def save(optimizer: PlacedOptimizer) -> dict[str, Any]:
     """Return the state dict."""
     state: dict[int, dict[str, Any]] = {}
     numbers = optimizer.placed.numbers
@@ -139,8 +154,8 @@ def save(optimizer: AdamW) -> dict[str, Any]:
     return {"state": state, "param_groups": pack_groups(optimizer)}
 
 
-def load(optimizer: AdamW, state_dict: Mapping[str, Any]) -> None:
-    """Take a state dict apart; see :meth:`AdamW.load_state_dict`."""
+def load(optimizer: PlacedOptimizer, state_dict: Mapping[str, Any]) -> None:
+    """Take a state dict apart; see :meth:`PlacedOptimizer.load_state_dict`."""
     groups, saved_groups = optimizer.param_groups, state_dict["param_groups"]
     sizes = [len(group["params"]) for group in groups]
     saved_sizes = [len(group["params"]) for group in saved_groups]
@@ -157,16 +172,16 @@ def load(optimizer: AdamW, state_dict: Mapping[str, Any]) -> None:
         group.update({key: value for key, value in saved.items() if key not in ("params", "param_names")})
     optimizer._allocate_where(lambda param: param.requires_grad or bool(entries.get(param)))
     pieces = _pieces(optimizer)
+    rule = optimizer.placed.rule
     optimizer._pending_masters.clear()
     for param, number in optimizer.placed.numbers.items():
         entry = entries[param]
         for piece in pieces[number]:
-            piece.step.fill_(float(entry.get("step", 0)))
-            for name in _MOMENTS:
-                if name in entry:
-                    piece.fields[name].copy_(entry[name].reshape(-1)[piece.segment.start : piece.segment.stop])
-                else:
-                    piece.fields[name].zero_()
+            own = {name: value for name, value in entry.items() if name not in _MASTER_ENTRIES}
+            piece.share.set_scalars(piece.chunk, piece.index, own)
+            for name in rule.moments:
+                part = entry[name].reshape(-1)[piece.segment.start : piece.segment.stop] if name in entry else None
+                rule.write_moment(piece.fields, name, part)
         if "master_remainder" in entry and "remainder" in pieces[number][0].fields:
             checksum = int(entry["master_checksum"])
             remainder = entry["master_remainder"]
@@ -176,8 +191,6 @@ def load(optimizer: AdamW, state_dict: Mapping[str, Any]) -> None:
             optimizer._pending_masters[param] = SavedMaster(remainder, checksum)
         elif "master_param" in entry:
             optimizer._pending_masters[param] = SavedMaster(master=entry["master_param"])
-    steps = (int(float(entry.get("step", 0))) for entry in entries.values())
-    optimizer.placed.scalars.most_steps = max(steps, default=0)
     # Until the saved masters turn out to belong to the weights, the weights are the masters.
     optimizer.refresh_masters()
 
@@ -187,15 +200,16 @@ def _shares_memory(left: torch.Tensor, right: torch.Tensor) -> bool:
     return right.data_ptr() < end and begin < right.data_ptr() + right.nbytes
 
 
-def _check_shapes(optimizer: AdamW, entries: Mapping[torch.Tensor, Mapping[str, Any]]) -> None:
+def _check_shapes(optimizer: PlacedOptimizer, entries: Mapping[torch.Tensor, Mapping[str, Any]]) -> None:
     names = {param: name for name, param in optimizer._named(optimizer.param_groups)}
+    rule = optimizer.placed.rule
     for param, entry in entries.items():
-        for name in _MOMENTS:
-            if entry and name not in entry:
+        for name in rule.moments if entry else ():
+            if name not in entry and rule.needs_all_moments:
                 raise ValueError(
                     f"the state dict has no {name} for parameter {names[param]}; it was not written by Adam or AdamW"
                 )
-            if entry and entry[name].shape != param.shape:
+            if name in entry and entry[name].shape != param.shape:
                 raise ValueError(
                     f"the state dict has {name} of shape {tuple(entry[name].shape)} for parameter {names[param]} "
                     f"of shape {tuple(param.shape)}; it belongs to another model"
@@ -203,7 +217,7 @@ def _check_shapes(optimizer: AdamW, entries: Mapping[torch.Tensor, Mapping[str, 
 
 
 @torch.no_grad()
-def apply_masters(optimizer: AdamW) -> None:
+def apply_masters(optimizer: PlacedOptimizer) -> None:
     """Take saved masters over where the weights are what these masters round to."""
     pending, optimizer._pending_masters = optimizer._pending_masters, {}
     pieces = _pieces(optimizer)

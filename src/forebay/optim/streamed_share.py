@@ -16,7 +16,8 @@ import torch
 from forebay.engine import Buffer, Engine, Event, Lane
 from forebay.optim.chunk_state import ChunkState
 from forebay.optim.layout import Chunk
-from forebay.optim.shares import Share, StepContext, allocate_on_host, init_masters, is_active, update_segments
+from forebay.optim.shares import Share, is_active
+from forebay.optim.update_rule import StepContext, UpdateRule
 
 
 @dataclasses.dataclass
@@ -39,13 +40,14 @@ class StreamedShare(Share):
 
     Args:
         engine: what moves it.
+        rule: what the state is and how it is updated.
         num_slots: how many chunks may be on the device at once however little memory there is: one being
             updated, one arriving and one leaving make a pipeline.
         pinned: pin the host memory.
     """
 
-    def __init__(self, engine: Engine, *, num_slots: int, pinned: bool) -> None:
-        super().__init__(engine)
+    def __init__(self, engine: Engine, rule: UpdateRule, *, num_slots: int, pinned: bool) -> None:
+        super().__init__(engine, rule)
         self._num_slots = num_slots
         self._pinned = pinned
         self._slabs: list[Buffer] = []
@@ -54,11 +56,11 @@ class StreamedShare(Share):
         self._arriving: deque[_Visit] = deque()  # the first of `_expected`, in order
         self._leaving: deque[_Visit] = deque()
 
-    def extend(self, chunks: Sequence[Chunk], first_row: int, params: Sequence[torch.Tensor]) -> None:
+    def extend(self, chunks: Sequence[Chunk], params: Sequence[torch.Tensor]) -> None:
         """See :meth:`Share.extend`."""
-        states = allocate_on_host(self.engine, chunks, first_row, self._slabs, pinned=self._pinned)
+        states = self._allocate_on_host(chunks, self._slabs, params, pinned=self._pinned)
         for state in states:
-            init_masters(state, params)
+            state.first_row = self.rule.register(state.chunk)
         self.chunks += states
         self._slot_bytes = max((state.num_bytes for state in self.chunks), default=0)
 
@@ -122,7 +124,7 @@ class StreamedShare(Share):
             # The update reads what the copy up brings.
             engine.wait(Lane.COMPUTE, visit.event)
             region = visit.buffer.tensor[: state.num_bytes]
-            update_segments(state, region, context, engine, "streamed update")
+            self.rule.update(state, region, context, engine)
             # The copy down reads what the update writes.
             engine.wait(Lane.DOWN, engine.record(Lane.COMPUTE))
             engine.copy(Lane.DOWN, state.region, region)

@@ -1,0 +1,131 @@
+"""AdamW as an update rule: moments in fp32, bf16 or 8 bits, fp32 masters for low-precision weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from forebay.host import kernels
+from forebay.optim import device_update, low_precision
+from forebay.optim.chunk_state import ChunkState, flat
+from forebay.optim.device_update import GroupValues, StepScalars
+from forebay.optim.layout import Chunk, Segment
+from forebay.optim.low_precision import MOMENTS, Noise
+from forebay.optim.update_rule import Field, StepContext, UpdateRule, master_field
+
+if TYPE_CHECKING:
+    from forebay.engine import Engine
+
+
+class AdamWRule(UpdateRule):
+    """AdamW (Loshchilov and Hutter, 2019).
+
+    Args:
+        device: where chunks are updated.
+        state_dtype: of the moments, one of ``low_precision.STATE_DTYPES``. 8-bit moments have no host kernel.
+    """
+
+    name = "AdamW"
+    needs_all_moments = True
+
+    def __init__(self, device: torch.device, state_dtype: str = "fp32") -> None:
+        self._state_dtype = state_dtype
+        self.host_algorithm = None if state_dtype == "8bit" else kernels.Algorithm.ADAMW
+        self._segments: list[Segment] = []
+        self._scalars = StepScalars(device, stochastic=state_dtype != "fp32")
+        self._values: list[GroupValues] = []
+
+    def fields(self, param_dtype: torch.dtype) -> dict[str, Field]:
+        """See :meth:`UpdateRule.fields`."""
+        return {
+            **low_precision.moment_fields(self._state_dtype),
+            **master_field(param_dtype),
+            **low_precision.scale_fields(self._state_dtype),
+        }
+
+    def register(self, chunk: Chunk) -> int:
+        """See :meth:`UpdateRule.register`."""
+        first_row = len(self._segments)
+        self._segments += chunk.segments
+        self._scalars.extend([(segment.param, segment.start >> 32) for segment in chunk.segments])
+        return first_row
+
+    def begin_step(self, context: StepContext) -> bool:
+        """See :meth:`UpdateRule.begin_step`."""
+        self._values = [_group_values(group) for group in context.groups]
+        if self._segments:
+            self._scalars.advance([self._row_inputs(segment, context) for segment in self._segments], context.skip)
+        return True
+
+    def _row_inputs(self, segment: Segment, context: StepContext) -> tuple[float, ...]:
+        values = self._values[context.group_of[segment.param]]
+        active = float(context.grads[segment.param] is not None)
+        return values.lr, values.weight_decay, values.beta1, values.beta2, active
+
+    def update(self, state: ChunkState, region: torch.Tensor, context: StepContext, engine: Engine) -> None:
+        """See :meth:`UpdateRule.update`."""
+        segments = zip(state.chunk.segments, state.segment_fields(region), strict=True)
+        for row, (segment, fields) in enumerate(segments, state.first_row):
+            grad = context.grads[segment.param]
+            if grad is None:
+                continue
+            weight = flat(context.params[segment.param], segment)
+            engine.declare("AdamW on the device", reads=[grad], writes=[weight, *fields.values()])
+            device_update.adamw(
+                weight,
+                grad[segment.start : segment.stop],
+                fields,
+                self._scalars.rows[row],
+                self._values[context.group_of[segment.param]],
+                context.grad_scale,
+                context.skip,
+                Noise(self._scalars.keys[row], segment.start) if self._state_dtype != "fp32" else None,
+            )
+
+    def set_hyper(self, hyper: kernels.Hyper, group: Mapping[str, Any]) -> None:
+        """See :meth:`UpdateRule.set_hyper`."""
+        values = _group_values(group)
+        hyper.lr, hyper.weight_decay, hyper.eps = values.lr, values.weight_decay, values.eps
+        hyper.beta1, hyper.beta2, hyper.maximize = values.beta1, values.beta2, values.maximize
+
+    @property
+    def moments(self) -> tuple[str, ...]:
+        """See :attr:`UpdateRule.moments`."""
+        return MOMENTS
+
+    def scalars(self, row: int) -> dict[str, Any]:
+        """See :meth:`UpdateRule.scalars`."""
+        step = self._scalars.steps[row].cpu()
+        return {"step": step} if step != 0 else {}
+
+    def set_scalars(self, row: int, values: Mapping[str, Any]) -> None:
+        """See :meth:`UpdateRule.set_scalars`."""
+        step = float(values.get("step", 0))
+        self._scalars.steps[row] = step
+        self._scalars.most_steps = max(self._scalars.most_steps, int(step))
+
+    def read_moment(self, fields: Mapping[str, torch.Tensor], name: str) -> torch.Tensor | None:
+        """See :meth:`UpdateRule.read_moment`; 8-bit moments are given in fp32, on the CPU."""
+        if self._state_dtype != "8bit":
+            return fields[name]
+        return low_precision.load_moment({key: field.cpu() for key, field in fields.items()}, name)
+
+    def write_moment(self, fields: Mapping[str, torch.Tensor], name: str, values: torch.Tensor | None) -> None:
+        """See :meth:`UpdateRule.write_moment`."""
+        if values is None:
+            values = torch.zeros(fields[name].numel())
+        low_precision.store_moment(fields, name, values, None)
+
+
+def _group_values(group: Mapping[str, Any]) -> GroupValues:
+    beta1, beta2 = group["betas"]
+    return GroupValues(
+        lr=float(group["lr"]),
+        weight_decay=float(group["weight_decay"]),
+        beta1=float(beta1),
+        beta2=float(beta2),
+        eps=float(group["eps"]),
+        maximize=bool(group["maximize"]),
+    )
