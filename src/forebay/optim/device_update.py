@@ -47,7 +47,7 @@ class StepScalars:
         steps: fp32 (num_segments,), how many updates each segment has had, like ``step`` in torch's AdamW.
         most_steps: no entry of ``steps`` is larger; whoever writes to ``steps`` sets it.
         rows: fp32 (num_segments, 3): ``1 - lr * weight_decay``, ``lr / bias_correction1`` and
-            ``sqrt(bias_correction2)``.
+            ``1 / sqrt(bias_correction2)``.
         keys: int64 (num_segments,), the keys of this step's random bits; empty unless ``stochastic``.
     """
 
@@ -94,7 +94,7 @@ class StepScalars:
         powers = _powers(torch.stack((beta1, beta2)), self.steps.to(torch.int64), self.most_steps.bit_length())
         self.rows[:, 0] = 1 - lr * weight_decay
         self.rows[:, 1] = lr / (1 - powers[0])
-        self.rows[:, 2] = (1 - powers[1]).sqrt()
+        self.rows[:, 2] = 1 / (1 - powers[1]).sqrt()
 
 
 def _powers(bases: torch.Tensor, exponents: torch.Tensor, num_bits: int) -> torch.Tensor:
@@ -145,7 +145,7 @@ def adamw(
         g = g * grad_scale
     if values.maximize:
         g = -g
-    decay, step_size, sqrt_correction2 = row.unbind()
+    decay, step_size, inverse_sqrt_correction2 = row.unbind()
     exp_avg, exp_avg_sq = load_moment(fields, "exp_avg"), load_moment(fields, "exp_avg_sq")
     value = read_master(weight, fields) * decay
     from_grad, weight_of_difference = lerp_constants(values.beta1)
@@ -153,7 +153,7 @@ def adamw(
     new_avg_sq = exp_avg_sq * values.beta2 + (g * (1 - values.beta2)) * g
     # torch's fp32 square root on the CPU is not always the nearest value; rounded from double precision it is.
     root = new_avg_sq.double().sqrt().float()
-    value -= step_size * new_avg / (root / sqrt_correction2 + values.eps)
+    value -= step_size * new_avg / (root * inverse_sqrt_correction2 + values.eps)
     bits = None if noise is None else random_bits(noise, weight.numel())
     before = [(tensor, tensor.clone()) for tensor in (weight, *fields.values())] if skip is not None else []
     store_moment(fields, "exp_avg", new_avg, None if bits is None else bits >> 16)

@@ -105,7 +105,7 @@ def _adamw_kernel(  # type: ignore[no-untyped-def]
             return
     decay = tl.load(row_ptr)
     step_size = tl.load(row_ptr + 1)
-    sqrt_correction2 = tl.load(row_ptr + 2)
+    inverse_sqrt_correction2 = tl.load(row_ptr + 2)
     block = tl.program_id(0).to(tl.int64) * NUM_ROWS + tl.arange(0, NUM_ROWS)
     block_inside = block * STATE_BLOCK < num_elements
     index = block[:, None] * STATE_BLOCK + tl.arange(0, STATE_BLOCK)[None, :]
@@ -128,7 +128,7 @@ def _adamw_kernel(  # type: ignore[no-untyped-def]
     difference = (grad - exp_avg) * lerp_weight
     exp_avg = (grad if FROM_GRAD else exp_avg) + difference
     exp_avg_sq = exp_avg_sq * beta2 + (grad * beta2_complement) * grad
-    denominator = tl.div_rn(tl.sqrt_rn(exp_avg_sq), sqrt_correction2) + eps
+    denominator = tl.sqrt_rn(exp_avg_sq) * inverse_sqrt_correction2 + eps
     value = value - tl.div_rn(step_size * exp_avg, denominator)
     bits = index.to(tl.uint32)
     if MOMENT > 0:
