@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -88,7 +87,7 @@ class AdamW(PlacedOptimizer):
     def _make_rule(self, device: torch.device) -> UpdateRule:
         return AdamWRule(device, self._state_dtype)
 
-    def _check_hyperparameters(self, group: Mapping[str, Any]) -> None:
+    def _check_hyperparameters(self, group: dict[str, Any]) -> None:
         check_hyperparameters(group["lr"], group["betas"], group["eps"], group["weight_decay"])
 
     def _arguments(self) -> dict[str, Any]:

@@ -95,10 +95,13 @@ class AdamWRule(UpdateRule):
         """See :attr:`UpdateRule.moments`."""
         return MOMENTS
 
+    def kept(self, row: int) -> tuple[str, ...] | None:
+        """See :meth:`UpdateRule.kept`."""
+        return MOMENTS if self._scalars.steps[row] != 0 else None
+
     def scalars(self, row: int) -> dict[str, Any]:
         """See :meth:`UpdateRule.scalars`."""
-        step = self._scalars.steps[row].cpu()
-        return {"step": step} if step != 0 else {}
+        return {"step": self._scalars.steps[row].cpu()}
 
     def set_scalars(self, row: int, values: Mapping[str, Any]) -> None:
         """See :meth:`UpdateRule.set_scalars`."""
@@ -106,7 +109,7 @@ class AdamWRule(UpdateRule):
         self._scalars.steps[row] = step
         self._scalars.most_steps = max(self._scalars.most_steps, int(step))
 
-    def read_moment(self, fields: Mapping[str, torch.Tensor], name: str) -> torch.Tensor | None:
+    def read_moment(self, fields: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
         """See :meth:`UpdateRule.read_moment`; 8-bit moments are given in fp32, on the CPU."""
         if self._state_dtype != "8bit":
             return fields[name]

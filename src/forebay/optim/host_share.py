@@ -113,10 +113,13 @@ class HostShare(Share):
             self._places.setdefault(segment.param, []).append((host_chunk, segment, offset))
         return host_chunk
 
+    def kept(self, number: int, index: int) -> tuple[str, ...] | None:
+        """See :meth:`Share.kept`; the host kernel counts by itself."""
+        return self.rule.moments if self._host_chunks[number].steps[index] != 0 else None
+
     def scalars(self, number: int, index: int) -> dict[str, Any]:
-        """See :meth:`Share.scalars`; the host kernel counts by itself."""
-        step = self._host_chunks[number].steps[index]
-        return {"step": step.clone()} if step != 0 else {}
+        """See :meth:`Share.scalars`."""
+        return {"step": self._host_chunks[number].steps[index].clone()}
 
     def set_scalars(self, number: int, index: int, values: Mapping[str, Any]) -> None:
         """See :meth:`Share.set_scalars`."""

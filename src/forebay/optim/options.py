@@ -140,10 +140,12 @@ def divide_params(
     params: Sequence[torch.Tensor], options: Options, rule: UpdateRule, device: torch.device, first_param: int
 ) -> list[Chunk]:
     """Divide parameters, the first of which is number ``first_param``, into chunks for training on ``device``."""
-    return layout.divide(
+    chunks = layout.divide(
         [ParamSpec(param.numel(), param.dtype) for param in params],
         offload_fraction=options.offload_fraction,
         host_share=options.host_share_of(rule, device),
         chunk_elements=options.chunk_elements,
         first_param=first_param,
     )
+    # Where there is no state (plain SGD on fp32 weights) there is nothing to offload.
+    return [c if region_bytes(c, rule) else dataclasses.replace(c, placement=Placement.DEVICE) for c in chunks]

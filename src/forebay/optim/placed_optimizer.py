@@ -44,8 +44,8 @@ class PlacedOptimizer(Optimizer):
         """Return the rule by which state is updated on ``device``."""
         raise NotImplementedError
 
-    def _check_hyperparameters(self, group: Mapping[str, Any]) -> None:
-        """Raise ValueError for a group with values out of range."""
+    def _check_hyperparameters(self, group: dict[str, Any]) -> None:
+        """Raise ValueError for a group with values out of range; add what it does not set and ``defaults`` lacks."""
         raise NotImplementedError
 
     def _arguments(self) -> dict[str, Any]:
@@ -76,7 +76,7 @@ class PlacedOptimizer(Optimizer):
         if self._placed is not None and self._placed.params:
             self.allocate()
 
-    def _check_group(self, group: Mapping[str, Any]) -> None:
+    def _check_group(self, group: dict[str, Any]) -> None:
         self._check_hyperparameters(group)
         device = self.param_groups[0]["params"][0].device if self.param_groups[0]["params"] else None
         for name, param in self._named([group]):

@@ -42,10 +42,6 @@ class _Piece:
     fields: dict[str, torch.Tensor]
     on_host: bool
 
-    @property
-    def scalars(self) -> dict[str, Any]:
-        return self.share.scalars(self.chunk, self.index)
-
 
 def _pieces(optimizer: PlacedOptimizer, only: int | None = None) -> list[list[_Piece]]:
     """Return the pieces of each parameter's state, in order, all current and readable by Python.
@@ -68,21 +64,18 @@ def _pieces(optimizer: PlacedOptimizer, only: int | None = None) -> list[list[_P
     return pieces
 
 
-def _gather(pieces: list[_Piece], name: str, shape: torch.Size) -> torch.Tensor | None:
+def _gather(pieces: list[_Piece], name: str, shape: torch.Size) -> torch.Tensor:
     parts = [
         piece.fields[name] if name in MASTER_FIELDS else piece.share.rule.read_moment(piece.fields, name)
         for piece in pieces
     ]
     first = parts[0]
-    if first is None:
-        return None
     if len(pieces) == 1 and pieces[0].on_host:
         # As in torch, a reference to live state, not a copy: a second copy of all state might not fit the host.
         # Going through numpy, as bytes, gives it a storage of its own, or torch.save would write the whole slab.
         return torch.from_numpy(first.view(torch.uint8).numpy()).view(first.dtype).view(shape)
     whole = torch.empty(shape, dtype=first.dtype)
     for piece, part in zip(pieces, parts, strict=True):
-        assert part is not None
         whole.view(-1)[piece.segment.start : piece.segment.stop].copy_(part)
     return whole
 
@@ -93,12 +86,11 @@ def _checksum(weight: torch.Tensor) -> int:
 
 def _param_state(param: torch.Tensor, pieces: list[_Piece]) -> dict[str, Any]:
     """Return one parameter's entry; empty if it has never been updated."""
-    rule = pieces[0].share.rule if pieces else None
-    entry = pieces[0].scalars if pieces else {}
-    moments = {name: _gather(pieces, name, param.shape) for name in rule.moments} if rule and entry else {}
-    entry.update((name, value) for name, value in moments.items() if value is not None)
-    if not entry:
+    kept = pieces[0].share.kept(pieces[0].chunk, pieces[0].index) if pieces else None
+    if kept is None:
         return {}
+    entry = pieces[0].share.scalars(pieces[0].chunk, pieces[0].index)
+    entry.update((name, _gather(pieces, name, param.shape)) for name in kept)
     if "remainder" in pieces[0].fields:
         entry["master_remainder"] = _gather(pieces, "remainder", param.shape)
         entry["master_checksum"] = torch.tensor(_checksum(param))

@@ -122,16 +122,25 @@ class UpdateRule(abc.ABC):
         """Names of the state tensors, shaped like the parameter, in a state dict."""
 
     @abc.abstractmethod
+    def kept(self, row: int) -> tuple[str, ...] | None:
+        """Return which of the moments a segment has; None if it was never updated."""
+
+    @abc.abstractmethod
     def scalars(self, row: int) -> dict[str, Any]:
-        """Return what a segment has beside its fields, such as ``step``; empty if it was never updated."""
+        """Return what a segment has beside its fields, such as ``step``."""
 
     @abc.abstractmethod
     def set_scalars(self, row: int, values: Mapping[str, Any]) -> None:
-        """Set what :meth:`scalars` returns, and which moments there are: the keys of ``values``."""
+        """Set what :meth:`scalars` and :meth:`kept` return.
 
-    def read_moment(self, fields: Mapping[str, torch.Tensor], name: str) -> torch.Tensor | None:
-        """Return a moment of a segment, live where it is stored as it is, or None if it has none."""
-        return fields.get(name)
+        Args:
+            row: the segment's number.
+            values: the parameter's entry of a state dict, moments included; empty if it was never updated.
+        """
+
+    def read_moment(self, fields: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
+        """Return a moment of a segment, live where it is stored as it is."""
+        return fields[name]
 
     def write_moment(self, fields: Mapping[str, torch.Tensor], name: str, values: torch.Tensor | None) -> None:
         """Store a moment of a segment; None for zero."""
