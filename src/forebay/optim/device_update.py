@@ -7,8 +7,9 @@ parameter is updated nor how it is cut into segments and chunks changes a bit of
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
@@ -155,13 +156,20 @@ def adamw(
     root = new_avg_sq.double().sqrt().float()
     value -= step_size * new_avg / (root * inverse_sqrt_correction2 + values.eps)
     bits = None if noise is None else random_bits(noise, weight.numel())
-    before = [(tensor, tensor.clone()) for tensor in (weight, *fields.values())] if skip is not None else []
-    store_moment(fields, "exp_avg", new_avg, None if bits is None else bits >> 16)
-    store_moment(fields, "exp_avg_sq", new_avg_sq, None if bits is None else bits & 0xFFFF)
-    write_master(weight, fields, value)
-    for tensor, old in before:
-        assert skip is not None
-        tensor.copy_(torch.where(skip == 0, tensor, old))
+    with restored_if(skip, [weight, *fields.values()]):
+        store_moment(fields, "exp_avg", new_avg, None if bits is None else bits >> 16)
+        store_moment(fields, "exp_avg_sq", new_avg_sq, None if bits is None else bits & 0xFFFF)
+        write_master(weight, fields, value)
+
+
+@contextlib.contextmanager
+def restored_if(skip: torch.Tensor | None, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Give ``tensors`` the values that they had before the block where ``skip``, a device scalar, is not zero."""
+    before = [tensor.clone() for tensor in tensors] if skip is not None else []
+    yield
+    if skip is not None:
+        for tensor, old in zip(tensors, before, strict=True):
+            tensor.copy_(torch.where(skip == 0, tensor, old))
 
 
 def read_master(weight: torch.Tensor, fields: Mapping[str, torch.Tensor]) -> torch.Tensor:

@@ -19,7 +19,7 @@ from forebay.host import kernels
 from forebay.optim.chunk_state import ChunkState, flat
 from forebay.optim.layout import Chunk, Segment
 from forebay.optim.shares import Share, is_active
-from forebay.optim.update_rule import StepContext, UpdateRule
+from forebay.optim.update_rule import KernelRule, StepContext, UpdateRule
 
 # Two sets of hyperparameters: Python fills one while the tasks of the step before still read the other.
 _NUM_PHASES = 2
@@ -113,17 +113,23 @@ class HostShare(Share):
             self._places.setdefault(segment.param, []).append((host_chunk, segment, offset))
         return host_chunk
 
+    @property
+    def _kernel_rule(self) -> KernelRule:
+        assert isinstance(self.rule, KernelRule), "Options.host_share_of refuses others"
+        return self.rule
+
     def kept(self, number: int, index: int) -> tuple[str, ...] | None:
         """See :meth:`Share.kept`; the host kernel counts by itself."""
         return self.rule.moments if self._host_chunks[number].steps[index] != 0 else None
 
     def scalars(self, number: int, index: int) -> dict[str, Any]:
         """See :meth:`Share.scalars`."""
-        return {"step": self._host_chunks[number].steps[index].clone()}
+        return self._kernel_rule.entry_of(self._host_chunks[number].steps[index].clone())
 
-    def set_scalars(self, number: int, index: int, values: Mapping[str, Any]) -> None:
+    def set_scalars(self, number: int, index: int, values: Mapping[str, Any] | None) -> None:
         """See :meth:`Share.set_scalars`."""
-        self._host_chunks[number].steps[index] = float(values.get("step", 0))
+        step = 0.0 if values is None else self._kernel_rule.step_in(values)
+        self._host_chunks[number].steps[index] = step
 
     def refresh(self, numbers: set[int], params: Sequence[torch.Tensor]) -> None:
         """See :meth:`Share.refresh`; the host's copies of the weights are brought up to date too."""
@@ -225,7 +231,7 @@ class HostShare(Share):
         hypers = self._hypers[phase]
         hypers += [kernels.Hyper() for _ in context.groups[len(hypers) :]]
         for hyper, group in zip(hypers, context.groups, strict=True):
-            self.rule.set_hyper(hyper, group)
+            self._kernel_rule.set_hyper(hyper, group)
 
     def _send_controls(self, context: StepContext, phase: int) -> None:
         for source, target in zip((context.grad_scale, context.skip), self._controls[phase].split(1), strict=True):
@@ -256,13 +262,15 @@ class HostShare(Share):
             fields = chunk.state.segment_fields(chunk.state.region)
             weights = _segment_views(chunk.state.chunk, chunk.weights)
             grads = _segment_views(chunk.state.chunk, chunk.grads)
-            assert self.rule.host_algorithm is not None
+            algorithm = self._kernel_rule.host_algorithm
+            assert algorithm is not None
+            # The kernel has two slots for moments, named for Adam; other rules use the first or none.
+            slots = dict(zip(("exp_avg", "exp_avg_sq"), self.rule.moments, strict=False))
             segments = [
                 kernels.Segment(
                     grad=grads[index][1],
                     param=weight,
-                    exp_avg=fields[index]["exp_avg"],
-                    exp_avg_sq=fields[index]["exp_avg_sq"],
+                    **{slot: fields[index][moment] for slot, moment in slots.items()},
                     step=chunk.steps[index],
                     master=fields[index].get("remainder", fields[index].get("master")),
                     hyper=self._hypers[phase][context.group_of[segment.param]],
@@ -275,7 +283,7 @@ class HostShare(Share):
             scale, skip = self._controls[phase].split(1)
             task = kernels.UpdateTask(
                 chunk.label,
-                self.rule.host_algorithm,
+                algorithm,
                 segments,
                 segments[0].hyper or kernels.Hyper(),
                 grad_scale=scale if has_scale else None,

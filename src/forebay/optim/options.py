@@ -13,7 +13,7 @@ from forebay.optim.chunk_state import region_bytes
 from forebay.optim.host_share import CONTROL_BYTES
 from forebay.optim.layout import Chunk, ParamSpec, Placement
 from forebay.optim.low_precision import STATE_DTYPES
-from forebay.optim.update_rule import UpdateRule
+from forebay.optim.update_rule import KernelRule, UpdateRule
 
 PLACEMENTS = ("auto", "streamed", "host")
 # About 16 Mi elements: a chunk of bf16 parameters has 160 MiB of state, which copies at full speed. Not a power
@@ -67,11 +67,12 @@ class Options:
         Raises:
             ValueError: if the host is to update what it has no kernel for.
         """
-        auto = _AUTO_HOST_SHARE if device.type != "cpu" and rule.host_algorithm is not None else 0.0
+        has_kernel = isinstance(rule, KernelRule) and rule.host_algorithm is not None
+        auto = _AUTO_HOST_SHARE if device.type != "cpu" and has_kernel else 0.0
         share = {"auto": auto, "streamed": 0.0, "host": 1.0}[self.placement]
         if self.host_share is not None:
             share = self.host_share
-        if share > 0 and self.offload_fraction > 0 and rule.host_algorithm is None:
+        if share > 0 and self.offload_fraction > 0 and not has_kernel:
             raise ValueError(
                 f"{rule.name} has no host kernel, so its state cannot be updated on the host; use "
                 "placement='streamed', which updates it on the device"

@@ -54,7 +54,7 @@ class Share(abc.ABC):
         """Return what segment ``index`` of chunk ``number`` has beside its fields; see :class:`UpdateRule`."""
         return self.rule.scalars(self.chunks[number].first_row + index)
 
-    def set_scalars(self, number: int, index: int, values: Mapping[str, Any]) -> None:
+    def set_scalars(self, number: int, index: int, values: Mapping[str, Any] | None) -> None:
         """Set what :meth:`scalars` returns; see :class:`UpdateRule`."""
         self.rule.set_scalars(self.chunks[number].first_row + index, values)
 

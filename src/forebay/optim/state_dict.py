@@ -158,7 +158,11 @@ def load(optimizer: PlacedOptimizer, state_dict: Mapping[str, Any]) -> None:
         )
     params = _in_group_order(optimizer)
     saved_ids = [number for group in saved_groups for number in group["params"]]
-    entries = {param: state_dict["state"].get(number, {}) for param, number in zip(params, saved_ids, strict=True)}
+    # Some classes have None for a moment that is not there yet.
+    entries = {
+        param: {name: value for name, value in state_dict["state"].get(number, {}).items() if value is not None}
+        for param, number in zip(params, saved_ids, strict=True)
+    }
     _check_shapes(optimizer, entries)
     for group, saved in zip(groups, saved_groups, strict=True):
         group.update({key: value for key, value in saved.items() if key not in ("params", "param_names")})
@@ -168,11 +172,11 @@ def load(optimizer: PlacedOptimizer, state_dict: Mapping[str, Any]) -> None:
     optimizer._pending_masters.clear()
     for param, number in optimizer.placed.numbers.items():
         entry = entries[param]
+        own = {name: value for name, value in entry.items() if name not in _MASTER_ENTRIES}
         for piece in pieces[number]:
-            own = {name: value for name, value in entry.items() if name not in _MASTER_ENTRIES}
-            piece.share.set_scalars(piece.chunk, piece.index, own)
+            piece.share.set_scalars(piece.chunk, piece.index, own if entry else None)
             for name in rule.moments:
-                part = entry[name].reshape(-1)[piece.segment.start : piece.segment.stop] if name in entry else None
+                part = own[name].reshape(-1)[piece.segment.start : piece.segment.stop] if name in own else None
                 rule.write_moment(piece.fields, name, part)
         if "master_remainder" in entry and "remainder" in pieces[number][0].fields:
             checksum = int(entry["master_checksum"])

@@ -236,12 +236,12 @@ class TorchRule(UpdateRule):
         """See :meth:`UpdateRule.scalars`."""
         return {key: _copied(value) for key, value in self._rows[row].scalars.items()}
 
-    def set_scalars(self, row: int, values: Mapping[str, Any]) -> None:
+    def set_scalars(self, row: int, values: Mapping[str, Any] | None) -> None:
         """See :meth:`UpdateRule.set_scalars`."""
         own = self._rows[row]
-        own.kept = tuple(name for name in self._fields if name in values) if values else None
+        own.kept = None if values is None else tuple(name for name in self._fields if name in values)
         own.scalars = {}
-        for key, value in values.items():
+        for key, value in (values or {}).items():
             if key not in self._fields:
                 place = self._scalar_devices.get(key)
                 own.scalars[key] = value.to(place, copy=True) if place is not None else _copied(value)
