@@ -64,6 +64,34 @@ def batches(num: int, micro_batch: int, seq_length: int, device: str = "cuda") -
     ]
 
 
+def plain_update(params: list[Any], max_norm: float, **adamw: Any) -> Callable[[], None]:
+    """Return the usual mixed-precision update: fp32 masters on the GPU, clipping and torch's fused AdamW.
+
+    Args:
+        params: bf16 parameters, or groups of them.
+        max_norm: clip to this norm.
+        adamw: arguments of ``torch.optim.AdamW``.
+    """
+    groups = params if isinstance(params[0], dict) else [{"params": params}]
+    pairs = [(p, torch.nn.Parameter(p.detach().float())) for group in groups for p in group["params"]]
+    master_of = dict(pairs)
+    masters = [master for _, master in pairs]
+    master_groups = [group | {"params": [master_of[param] for param in group["params"]]} for group in groups]
+    optimizer = torch.optim.AdamW(master_groups, **adamw, fused=True)
+
+    def update() -> None:
+        for param, master in pairs:
+            master.grad = param.grad.float()
+            param.grad = None
+        torch.nn.utils.clip_grad_norm_(masters, max_norm)
+        optimizer.step()
+        with torch.no_grad():
+            torch._foreach_copy_([param.data for param, _ in pairs], [master.data for master in masters])
+        optimizer.zero_grad()
+
+    return update
+
+
 def measure(step: Callable[[int], Any], *, num_warmup: int, num_steps: int) -> dict[str, float]:
     """Time steady steps by events on the stream, without a synchronisation between them.
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from harness import GIB, batches, environment, llama_1b, measure, read_csv, report, run_apart, write_csv
+from harness import GIB, batches, environment, llama_1b, measure, plain_update, read_csv, report, run_apart, write_csv
 
 LR, BETAS, EPS, WEIGHT_DECAY, MAX_NORM = 1e-4, (0.9, 0.95), 1e-8, 0.1, 1.0
 ADAM = {"lr": LR, "betas": BETAS, "eps": EPS, "weight_decay": WEIGHT_DECAY}
@@ -67,21 +67,7 @@ def forebay(num_micro: int, **options: Any) -> tuple[Step, Callable[[], dict[str
 def plain(num_micro: int) -> tuple[Step, None]:
     """Train with fp32 masters on the GPU and torch's fused AdamW, the usual mixed-precision recipe."""
     model = llama_1b()
-    params = list(model.parameters())
-    masters = [torch.nn.Parameter(param.detach().float()) for param in params]
-    optimizer = torch.optim.AdamW(masters, **ADAM, fused=True)
-
-    def update() -> None:
-        for master, param in zip(masters, params, strict=True):
-            master.grad = param.grad.float()
-            param.grad = None
-        torch.nn.utils.clip_grad_norm_(masters, MAX_NORM)
-        optimizer.step()
-        with torch.no_grad():
-            torch._foreach_copy_([param.data for param in params], [master.data for master in masters])
-        optimizer.zero_grad()
-
-    return _loop(model, num_micro, update), None
+    return _loop(model, num_micro, plain_update(list(model.parameters()), MAX_NORM, **ADAM)), None
 
 
 def megatron(num_micro: int, fraction: float, overlap: bool) -> tuple[Step, None]:

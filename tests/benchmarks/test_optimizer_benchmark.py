@@ -152,3 +152,29 @@ def test_out_of_memory_is_a_result(text, asked_gib, capsys, monkeypatch):
     assert result["status"] == "out of memory"
     assert result["asked_gib"] == asked_gib
     assert (result["allocated_gib"], result["peak_gib"]) == (1.0, 2.0)
+
+
+def test_the_large_model_is_measured_with_and_without_offload(monkeypatch, tmp_path, capsys):
+    import qwen3_8b
+
+    def run_apart(script, arguments, *, timeout_s):
+        spec = json.loads(arguments[1])
+        if spec["system"] == "none":
+            return {"status": "out of memory", "error": "no room", "asked_gib": 1.2}
+        figures = {"step_ms": 1.0, "tokens_per_s": 2.0, "peak_gib": 3.0, "init_s": 4.0, "total_s": 5.0}
+        return {"status": "ok", "stall_share": 0.25, **figures}
+
+    monkeypatch.setattr(qwen3_8b, "run_apart", run_apart)
+    monkeypatch.setattr(qwen3_8b, "environment", dict)
+    monkeypatch.setattr(sys, "argv", ["qwen3_8b.py", "--output", str(tmp_path / "a.csv"), "dataset.seq_length=2048"])
+    qwen3_8b.main()
+    rows = harness.read_csv(tmp_path / "a.csv")
+    assert [(row["system"], row["num_micro"], row["status"]) for row in rows] == [
+        ("forebay", "8", "ok"),
+        ("none", "8", "out of memory"),
+        ("forebay", "1", "ok"),
+        ("none", "1", "out of memory"),
+        ("forebay", "1", "ok"),
+    ]
+    assert {row["seq_length"] for row in rows} == {"2048"}
+    assert "stalled 25.0%" in capsys.readouterr().out
