@@ -9,12 +9,12 @@ another version, and the gradient is sent again.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from forebay.engine import Buffer, Engine, Event, Lane
+from forebay.engine import Buffer, Engine, Event, Lane, check_task
 from forebay.host import kernels
 from forebay.optim.chunk_state import ChunkState, flat
 from forebay.optim.layout import Chunk, Segment
@@ -292,10 +292,24 @@ class HostShare(Share):
             chunk.tasks[key] = task
         return task
 
+    def check_tasks(self) -> None:
+        """Raise :class:`HostTaskError`, naming parameters, if an update that has run by now failed."""
+        for task in self._tasks():
+            check_task(task)
+
+    def clear_failures(self) -> None:
+        """Forget failed updates: all state has been written anew."""
+        for task in self._tasks():
+            task.clear_status()
+
+    def _tasks(self) -> Iterator[kernels.UpdateTask]:
+        for chunk in self._host_chunks:
+            yield from chunk.tasks.values()
+
     @property
     def busy_ns(self) -> int:
         """Nanoseconds that the host kernel has worked, added up."""
-        return sum(task.busy_ns for chunk in self._host_chunks for task in chunk.tasks.values())
+        return sum(task.busy_ns for task in self._tasks())
 
     def settle(self) -> None:
         """See :meth:`Share.settle`."""

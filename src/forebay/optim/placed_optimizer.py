@@ -129,13 +129,13 @@ class PlacedOptimizer(Optimizer):
             What the closure returned, or None.
 
         Raises:
-            HostTaskError: if a host update of an earlier step failed.
+            HostTaskError: if a host update of an earlier step failed; so will all later steps, until the model's
+                and the optimizer's state have been loaded again.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self.engine.check_tasks()
         # Frozen parameters have no state until the day they get a gradient.
         self._allocate_where(lambda param: param.requires_grad or param.grad is not None)
         # Weights that no forward has asked for since the last step are read and written below.
@@ -195,8 +195,13 @@ class PlacedOptimizer(Optimizer):
         self.placed.gates.attach(model)
 
     def synchronize(self) -> None:
-        """Let what the current stream does next see all updates enqueued so far. Does not block Python."""
+        """Let what the current stream does next see all updates enqueued so far. Does not block Python.
+
+        Raises:
+            HostTaskError: if a host update that has run by now failed.
+        """
         self.placed.gates.open_all()
+        self.placed.check_tasks()
 
     def stats(self) -> dict[str, float | None]:
         """Return what was moved since the last call, without waiting for the device.
@@ -226,6 +231,9 @@ class PlacedOptimizer(Optimizer):
         """Return the state in torch's schema, on the CPU, whatever the placement.
 
         A bf16 parameter has ``master_remainder`` and ``master_checksum`` besides; other optimizers ignore them.
+
+        Raises:
+            HostTaskError: if a host update failed, since when the state may be half updated.
         """
         for pre_hook in self._optimizer_state_dict_pre_hooks.values():
             pre_hook(self)
@@ -240,7 +248,8 @@ class PlacedOptimizer(Optimizer):
         """Load what :meth:`state_dict` of any placement, or of the torch optimizer, returned.
 
         Masters are taken from it where they belong to the weights the model has at the next step; otherwise,
-        and where it has none, they are the weights.
+        and where it has none, they are the weights. All state is written anew, so an optimizer one of whose host
+        updates failed can go on, once the model's weights have been loaded too.
 
         Raises:
             ValueError: if the groups or shapes differ from this optimizer's; the message names the first.

@@ -210,6 +210,14 @@ class PlacedState:
         for share in self.shares.values():
             share.settle()
 
+    def check_tasks(self) -> None:
+        """Raise :class:`HostTaskError`, naming parameters, if a host update that has run by now failed."""
+        self._host.check_tasks()
+
+    def clear_failures(self) -> None:
+        """Forget failed host updates: all state has been written anew."""
+        self._host.clear_failures()
+
     @property
     def host_busy_ns(self) -> int:
         """Nanoseconds that the host kernel has worked, added up."""

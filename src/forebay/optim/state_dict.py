@@ -64,6 +64,12 @@ def _pieces(optimizer: PlacedOptimizer, only: int | None = None) -> list[list[_P
     return pieces
 
 
+def check_intact(optimizer: PlacedOptimizer) -> None:
+    """Wait for all updates, and raise :class:`HostTaskError` if one failed: what it left must not be saved."""
+    optimizer.placed.settle()
+    optimizer.placed.check_tasks()
+
+
 def _gather(pieces: list[_Piece], name: str, shape: torch.Size) -> torch.Tensor:
     parts = [
         piece.fields[name] if name in MASTER_FIELDS else piece.share.rule.read_moment(piece.fields, name)
@@ -107,6 +113,7 @@ class LazyState(Mapping[torch.Tensor, dict[str, Any]]):
 
     def __getitem__(self, param: torch.Tensor) -> dict[str, Any]:
         number = self._optimizer.placed.numbers[param]
+        check_intact(self._optimizer)
         return _param_state(param, _pieces(self._optimizer, only=number)[number])
 
     def __iter__(self) -> Iterator[torch.Tensor]:
@@ -137,6 +144,7 @@ def save(optimizer: PlacedOptimizer) -> dict[str, Any]:
     state: dict[int, dict[str, Any]] = {}
     numbers = optimizer.placed.numbers
     if numbers:
+        check_intact(optimizer)
         optimizer._take_external_writes()
         pieces = _pieces(optimizer)
         for index, param in enumerate(_in_group_order(optimizer)):
@@ -189,6 +197,7 @@ def load(optimizer: PlacedOptimizer, state_dict: Mapping[str, Any]) -> None:
             optimizer._pending_masters[param] = SavedMaster(master=entry["master_param"])
     # Until the saved masters turn out to belong to the weights, the weights are the masters.
     optimizer.refresh_masters()
+    optimizer.placed.clear_failures()
 
 
 def _shares_memory(left: torch.Tensor, right: torch.Tensor) -> bool:
