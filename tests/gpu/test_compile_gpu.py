@@ -11,10 +11,8 @@ from forebay.engine.cuda import CudaEngine
 
 pytestmark = [
     pytest.mark.gpu,
-    # torch's compiler looks at the gradients of whatever goes into a graph, and advises on the model's precision.
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
-    pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning"),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    # Inductor warns about what it finds on a machine, and about itself.
+    pytest.mark.filterwarnings("ignore"),
 ]
 
 

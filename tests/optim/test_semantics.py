@@ -12,14 +12,13 @@ import pickle
 
 import pytest
 import torch
-from semantics import DTYPES, SCRIPTS, Case, expected, finish, steps
+from semantics import DTYPES, SCRIPTS, Case, break_update, expected, finish, steps
 from tiny import assert_bitwise, build, weights
 
 import forebay
 from forebay.engine import HostTaskError
 from forebay.engine.sim import RaceError, SimEngine
 from forebay.host import kernels
-from forebay.optim.layout import Placement
 
 SEEDS = range(50)
 CHUNK = 4096
@@ -77,24 +76,6 @@ def test_without_synchronize_a_read_is_a_race():
 
     with case.engine.watch(), pytest.raises(RaceError, match="lane 'up'"):
         read_too_early()
-
-
-def break_update(optimizer, number):
-    """Let the coming updates of a host chunk fail, noticed by the kernel; return how to mend them, and its label."""
-    chunk = optimizer.placed.shares[Placement.HOST]._host_chunks[number]
-    whole = {task: list(task._segments) for task in chunk.tasks.values()}
-    for task in whole:
-        if task.function_address:
-            task._c_segments[0].grad = None
-        else:
-            task._segments[0] = None
-
-    def mend():
-        for task, segments in whole.items():
-            task._segments[:] = segments
-            task.set_segment(0, segments[0])
-
-    return mend, chunk.label
 
 
 class TestFailedHostUpdate:

@@ -20,6 +20,7 @@ import forebay
 from forebay.engine import Engine
 from forebay.engine.sim import SimEngine
 from forebay.host import kernels
+from forebay.optim.layout import Placement
 
 NATIVE = kernels.backend() != "torch"  # the fallback's updates on the host are the same only within rounding
 PLACEMENTS = [
@@ -357,3 +358,21 @@ def leaves(value, path=""):
             yield from leaves(item, f"{path}[{key}]")
     else:
         yield path, value.clone() if isinstance(value, torch.Tensor) else torch.tensor(value)
+
+
+def break_update(optimizer, number):
+    """Let the coming updates of a host chunk fail, noticed by the kernel; return how to mend them, and its label."""
+    chunk = optimizer.placed.shares[Placement.HOST]._host_chunks[number]
+    whole = {task: list(task._segments) for task in chunk.tasks.values()}
+    for task in whole:
+        if task.function_address:
+            task._c_segments[0].grad = None
+        else:
+            task._segments[0] = None
+
+    def mend():
+        for task, segments in whole.items():
+            task._segments[:] = segments
+            task.set_segment(0, segments[0])
+
+    return mend, chunk.label
