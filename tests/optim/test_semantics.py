@@ -13,10 +13,10 @@ import pickle
 import pytest
 import torch
 from semantics import DTYPES, SCRIPTS, Case, break_update, expected, finish, steps
-from tiny import assert_bitwise, build, weights
+from tiny import assert_bitwise, batch, build, weights
 
 import forebay
-from forebay.engine import HostTaskError
+from forebay.engine import HostTaskError, Lane
 from forebay.engine.sim import RaceError, SimEngine
 from forebay.host import kernels
 
@@ -135,6 +135,12 @@ class TestFailedHostUpdate:
         steps(model, optimizer, range(2, 5))
         assert_bitwise(weights(model), expected)
         optimizer.engine.synchronize()
+
+    def test_the_next_forward_of_an_attached_model_raises(self):
+        model, optimizer, *_ = self.fail(1)
+        optimizer.engine.record(Lane.HOST).synchronize()
+        with pytest.raises(HostTaskError, match="reload the last checkpoint"):
+            model(batch(3))
 
     def test_loading_only_the_model_is_not(self):
         model, optimizer, saved, mend, _ = self.fail(0)

@@ -33,6 +33,7 @@ class Gates:
     Args:
         engine: whose events they are; None for the gates of a copied model, which are never closed.
         tick: called before each module's forward with a number that tells modules apart.
+        check: called before each forward of the model; raises if what the gates wait for has failed.
 
     Which module's forward reads a parameter is learned: during the first forward after :meth:`attach`
     everything waits at the root. Later a parameter waits at the module that owns it, if that module's forward
@@ -43,10 +44,16 @@ class Gates:
         module_order: parameters in the order in which the model registers them, numbered.
     """
 
-    def __init__(self, engine: Engine | None = None, tick: Callable[[int], object] = lambda key: None) -> None:
+    def __init__(
+        self,
+        engine: Engine | None = None,
+        tick: Callable[[int], object] = lambda key: None,
+        check: Callable[[], object] = lambda: None,
+    ) -> None:
         self.attached = False
         self._engine = engine
         self._tick = tick
+        self._check = check
         self._keys: dict[torch.nn.Module, int] = {}
         self.module_order: dict[torch.Tensor, int] = {}
         self._closed: dict[torch.Tensor, list[Event]] = {}
@@ -89,6 +96,7 @@ class Gates:
 
     @_disable_dynamo
     def _before_root(self, module: torch.nn.Module, args: Any) -> None:
+        self._check()
         if self._closed and self._learned and not self._told:
             self._tell(module)
         for param in list(self._closed):
