@@ -105,14 +105,15 @@ class TaskLog:
 
     def __init__(self) -> None:
         self._tasks: dict[int, HostTask] = {}
+        self._captured: dict[int, HostTask] = {}
 
-    def add(self, task: HostTask) -> None:
-        """Remember ``task`` (once, however often it is enqueued)."""
-        self._tasks[id(task)] = task
+    def add(self, task: HostTask, *, captured: bool = False) -> None:
+        """Remember ``task`` (once, however often it is enqueued); for good if a graph may run it at any time."""
+        (self._captured if captured else self._tasks)[id(task)] = task
 
     def check(self) -> None:
         """Raise :class:`HostTaskError` for the first task that failed."""
-        for task in self._tasks.values():
+        for task in (*self._tasks.values(), *self._captured.values()):
             status = task.status()
             if status:
                 raise HostTaskError(
@@ -121,7 +122,7 @@ class TaskLog:
                 )
 
     def clear(self) -> None:
-        """Forget all tasks; call only when every lane is idle."""
+        """Forget all tasks but those of graphs; call only when every lane is idle."""
         self._tasks.clear()
 
 

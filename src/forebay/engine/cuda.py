@@ -353,9 +353,9 @@ class CudaEngine(Engine):
         self, task: HostTask, reads: Iterable[torch.Tensor] = (), writes: Iterable[torch.Tensor] = ()
     ) -> None:
         """See :meth:`Engine.host_task`."""
-        self._log.add(task)
         stream = self._current_stream()
         is_captured = self._look(stream)
+        self._log.add(task, captured=is_captured)
         if not task.function_address:
             if is_captured:
                 raise RuntimeError(PYTHON_TASK_IN_GRAPH.format(task.label))

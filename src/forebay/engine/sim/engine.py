@@ -185,7 +185,7 @@ class SimEngine(Engine):
         self, task: HostTask, reads: Iterable[torch.Tensor] = (), writes: Iterable[torch.Tensor] = ()
     ) -> None:
         """See :meth:`Engine.host_task`."""
-        self._log.add(task)
+        self._log.add(task, captured=self.capturing)
         if self._graph is not None:
             self._graph.host_task(task, reads, writes)
             return
