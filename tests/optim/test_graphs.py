@@ -209,3 +209,242 @@ def test_eager_steps_and_state_dicts_between_launches(seed, rotated, eager):
         else:
             trainer.eager([step, step + 1], keep_grads=True)
         assert_same(trainer.result(), eager[True])
+
+
+def captured(placement, *, seed=0, rotated=False, engine=None, **kwargs):
+    trainer = Trainer(engine or SimEngine(seed), **PLACEMENTS[placement], **kwargs)
+    trainer.eager(steps(0, NUM_WARMUP), keep_grads=True)
+    if rotated:
+        trainer.backward_ahead(NUM_WARMUP)
+        return trainer, trainer.capture_rotated()
+    return trainer, trainer.capture()
+
+
+@pytest.mark.parametrize("state_dtype", ["bf16", "8bit"])
+def test_other_state_dtypes(state_dtype):
+    eager = Trainer(SimEngine(0), offload_fraction=0.0, state_dtype=state_dtype)
+    eager.eager(range(NUM_WARMUP + NUM_LAUNCHES), keep_grads=True)
+    placement = 3 if state_dtype == "bf16" else 1
+    trainer, graph = captured(placement, seed=3, state_dtype=state_dtype)
+    trainer.launch(graph, steps(NUM_WARMUP, NUM_LAUNCHES))
+    assert_same(trainer.result(), eager.result())
+
+
+@pytest.mark.parametrize("placement", range(5))
+def test_a_capture_carries_nothing_out(placement):
+    trainer = Trainer(SimEngine(placement), **PLACEMENTS[placement])
+    trainer.eager(steps(0, NUM_WARMUP))
+    before = trainer.result()
+    trainer.capture()
+    assert_same(trainer.result(), before)
+
+
+def test_skipped_steps_count_in_launches_too():
+    def run(launched):
+        trainer = Trainer(SimEngine(1), skip_nonfinite=True, offload_fraction=0.8, host_share=0.5)
+        trainer.eager(steps(0, NUM_WARMUP))
+        graph = trainer.capture() if launched else None
+        for step in steps(NUM_WARMUP, 4):
+            spoiled = trainer.model.blocks[0][1].bias
+            kept = spoiled.detach().clone()
+            if step == NUM_WARMUP + 1:
+                spoiled.data.fill_(torch.inf)
+            if launched:
+                trainer.launch(graph, [step])
+            else:
+                trainer.eager([step])
+            trainer.optimizer.synchronize()
+            if step == NUM_WARMUP + 1:
+                spoiled.data.copy_(kept)
+        return trainer.result()
+
+    actual, expected = run(True), run(False)
+    assert float(actual[2]["state"][0]["step"]) == NUM_WARMUP + 3
+    assert_bitwise(actual[1], expected[1])
+
+
+def test_weights_written_between_launches_refresh_the_masters():
+    def run(launched):
+        trainer, graph = captured(3, seed=2)
+        for step in steps(NUM_WARMUP, 3):
+            with torch.no_grad():
+                trainer.model.head.weight.mul_(0.5)
+            if launched:
+                trainer.launch(graph, [step])
+            else:
+                trainer.eager([step])
+        return trainer.result()
+
+    assert_same(run(True), run(False))
+
+
+class TestPlantedFaults:
+    @pytest.mark.parametrize(
+        ("placement", "lane"),
+        [(1, lane) for lane in (Lane.COMPUTE, Lane.DOWN, Lane.UP)] + [(2, lane) for lane in Lane],
+    )
+    def test_a_wait_left_out_of_the_capture_is_noticed(self, placement, lane, monkeypatch):
+        engine = SimEngine(0)
+        with engine.watch():
+            trainer = Trainer(engine, **PLACEMENTS[placement])
+            trainer.eager(steps(0, NUM_WARMUP))
+            wait = engine.wait
+            monkeypatch.setattr(
+                engine, "wait", lambda on, event: None if engine.capturing and on is lane else wait(on, event)
+            )
+            # The compute lane's waits are also what joins the side lanes.
+            with pytest.raises((RaceError, RuntimeError), match=r"race|not joined"):
+                trainer.launch(trainer.capture(), steps(NUM_WARMUP, 3))
+
+    def test_a_capture_that_is_not_joined(self, monkeypatch):
+        monkeypatch.setattr(forebay.AdamW, "join", lambda self: None)
+        with pytest.raises(
+            RuntimeError, match=r"work on lane '(down|host|up)' that is not joined .* call optimizer.join\(\)"
+        ):
+            captured(2)
+
+    def test_a_launch_after_eager_steps_without_waiting_for_them(self, monkeypatch):
+        engine = SimEngine(0)
+        with engine.watch():
+            trainer, graph = captured(1, engine=engine)
+            trainer.eager([NUM_WARMUP], keep_grads=True)
+            with pytest.raises(RaceError, match="of the graph"):
+                graph.replay()
+
+    def test_memory_for_visits_that_is_not_kept(self, monkeypatch):
+        end = StreamedShare._end
+
+        def forget(self, visit):
+            self._kept_buffers.clear()
+            end(self, visit)
+
+        monkeypatch.setattr(StreamedShare, "_end", forget)
+        # The captured step lets go of it, and a launch finds something else there.
+        trainer, graph = captured(4, rotated=True)
+        trainer.launch_rotated(graph, steps(NUM_WARMUP, 2))
+        assert not torch.stack(trainer.losses).isfinite().all()
+
+
+class TestErrors:
+    def capture(self, trainer, body):
+        with trainer.engine.capture():
+            body()
+
+    def warm(self, placement=2, **kwargs):
+        trainer = Trainer(SimEngine(0), **PLACEMENTS[placement], **kwargs)
+        trainer.eager(steps(0, 2))
+        return trainer
+
+    def test_before_any_step(self):
+        trainer = Trainer(SimEngine(0), offload_fraction=1.0)
+        with pytest.raises(RuntimeError, match=r"0 of group 0 has no state yet.*call optimizer.allocate\(\)"):
+            trainer.capture()
+        trainer.optimizer.allocate()
+        with pytest.raises(RuntimeError, match=r"the first step cannot be captured.*make at least one step"):
+            trainer.capture()
+
+    def test_a_parameter_that_first_gets_a_gradient(self):
+        trainer = Trainer(SimEngine(0), offload_fraction=1.0)
+        trainer.model.head.weight.requires_grad_(False)
+        trainer.eager(steps(0, 2))
+        trainer.model.head.weight.requires_grad_(True)
+        with pytest.raises(RuntimeError, match="parameter 13 of group 0 has no state yet"):
+            trainer.capture()
+
+    def test_closure(self):
+        trainer = self.warm()
+        with pytest.raises(ValueError, match=r"a closure cannot be captured.*call it before step\(\)"):
+            self.capture(trainer, lambda: trainer.optimizer.step(lambda: None))
+
+    def test_clipping_outside(self):
+        trainer = self.warm()
+        trainer.backward_ahead(2)
+        trainer.optimizer.clip_grad_norm_(0.1)
+        with pytest.raises(RuntimeError, match=r"clip_grad_norm_\(\) was called before the capture"):
+            self.capture(trainer, trainer.optimizer.step)
+
+    def test_no_gradients(self):
+        trainer = self.warm()
+        trainer.optimizer.zero_grad()
+        with pytest.raises(RuntimeError, match="no parameter has a gradient"):
+            self.capture(trainer, trainer.optimizer.step)
+
+    def test_written_parameters(self):
+        trainer = self.warm()
+        with torch.no_grad():
+            trainer.model.head.weight.mul_(2.0)
+        with pytest.raises(RuntimeError, match=r"parameters were written .* call optimizer.refresh_masters\(\)"):
+            trainer.capture()
+
+    def test_pageable_memory(self):
+        trainer = self.warm(pinned=False)
+        with pytest.raises(ValueError, match="pinned=False: a CUDA graph needs pinned host memory"):
+            trainer.capture()
+
+    @pytest.mark.parametrize("method", ["state_dict", "load_state_dict"])
+    def test_state_in_a_capture(self, method):
+        trainer = self.warm()
+        arguments = [trainer.optimizer.state_dict()] if method == "load_state_dict" else []
+        with pytest.raises(RuntimeError, match="state cannot be read or written while a CUDA graph is being captured"):
+            self.capture(trainer, lambda: getattr(trainer.optimizer, method)(*arguments))
+
+    def test_gradients_that_move(self):
+        trainer = self.warm(1)
+        trainer.backward_ahead(2)
+
+        def rotated():
+            trainer.update()
+            trainer.optimizer.zero_grad()
+            trainer.backward()
+            trainer.optimizer.join()
+
+        with pytest.raises(RuntimeError, match=r"gradient of 0 of group 0 is not where.*set_to_none=False"):
+            self.capture(trainer, rotated)
+        trainer, graph = captured(1, rotated=True)
+        trainer.optimizer.zero_grad()
+        trainer.backward()
+        with pytest.raises(RuntimeError, match=r"gradient of 0 of group 0 is not where.*set_to_none=False"):
+            trainer.launch_rotated(graph, [NUM_WARMUP])
+
+    def test_a_step_whose_gradients_no_backward_sends(self):
+        trainer = self.warm(2)
+        trainer.backward_ahead(2)
+
+        def alone():
+            trainer.update()
+            trainer.optimizer.join()
+
+        with pytest.raises(
+            RuntimeError, match=r"the captured step needs the gradient of .* no backward in the capture"
+        ):
+            self.capture(trainer, alone)
+
+    def test_refreshing(self):
+        trainer = self.warm()
+        with pytest.raises(RuntimeError, match="no step has been captured in a CUDA graph"):
+            trainer.optimizer.refresh_hyperparameters()
+        with pytest.raises(RuntimeError, match="comes before a launch of a CUDA graph, not into a capture"):
+            self.capture(trainer, trainer.optimizer.refresh_hyperparameters)
+        trainer, graph = captured(2)
+        trainer.optimizer.param_groups[0]["betas"] = (0.8, 0.999)
+        with pytest.raises(ValueError, match=r"beta1 of group 0 was 0.9 .* is 0.8 now; lr and weight_decay may change"):
+            trainer.launch(graph, [NUM_WARMUP])
+        trainer, graph = captured(2)
+        trainer.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(8, dtype=torch.bfloat16))]})
+        with pytest.raises(RuntimeError, match="or parameters were added since"):
+            trainer.launch(graph, [NUM_WARMUP])
+
+    @pytest.mark.parametrize("placement", range(5))
+    def test_a_capture_that_fails_leaves_the_optimizer_usable(self, placement, eager):
+        trainer = Trainer(SimEngine(placement), **PLACEMENTS[placement])
+        trainer.eager(steps(0, NUM_WARMUP))
+
+        def failing():
+            trainer.optimizer.zero_grad()
+            trainer.backward()
+            raise ZeroDivisionError
+
+        with pytest.raises(ZeroDivisionError):
+            self.capture(trainer, failing)
+        trainer.eager(steps(NUM_WARMUP, TOTAL - NUM_WARMUP))
+        assert_same(trainer.result(), eager[False])

@@ -156,7 +156,7 @@ class PlacedOptimizer(Optimizer):
             raise ValueError(
                 "a closure cannot be captured in a CUDA graph; call it before step(), and step() without it"
             )
-        if all(param.grad is None for param in self.placed.params):
+        if all(param.grad is None for group in self.param_groups for param in group["params"]):
             raise RuntimeError(
                 "no parameter has a gradient, so the captured step would update nothing; capture forward and backward "
                 "before it, or run them before the capture"
