@@ -37,7 +37,6 @@ from forebay.host.numa import numa_node_of_pci_device
 from forebay.host.slab import HostSlab
 
 _GAP_BYTES = 4 * 2**20  # copies from this size on leave a gap behind them
-_MOST_STALLS = 256  # waits whose duration is not known yet, before they are looked at unasked
 _DETOURED = (Lane.DOWN, Lane.UP)
 _POLL_INTERVAL = 32  # events recorded between two looks at which have passed
 
@@ -136,7 +135,7 @@ class CudaEngine(Engine):
         self._detours = {lane: (stream, self._new_event(), self._new_event()) for lane, stream in detours.items()}
         self._log = TaskLog()
         self._traffic = Traffic()
-        # Pairs of events around the waits that may have stalled the compute stream, and such that are free.
+        # Pairs of events around the waits that may have stalled the compute stream, and pairs that are free again.
         self._stalls: deque[tuple[int, int]] = deque()
         self._free_timers: list[tuple[int, int]] = []
         # What the copies and tasks enqueued since a lane's last event use; it moves to that event.
@@ -265,6 +264,8 @@ class CudaEngine(Engine):
         self._give_back(event)
 
     def _timed_wait(self, stream: int, event: _Event) -> None:
+        if not self._free_timers:
+            self._add_up_stalls()
         if self._free_timers:
             before, after = self._free_timers.pop()
         else:
@@ -273,8 +274,6 @@ class CudaEngine(Engine):
         self._runtime.wait(stream, event.handle)
         self._runtime.record(after, stream)
         self._stalls.append((before, after))
-        if len(self._stalls) > _MOST_STALLS:
-            self._add_up_stalls()
 
     def _give_back(self, event: _Event) -> None:
         """Let go of the device memory that side lanes used before ``event``, which the compute stream now follows."""
