@@ -6,16 +6,11 @@ import gc
 
 import pytest
 import torch
-from fake_cuda import UNJOINED, FakeCuda
+from fake_cuda import COMPUTE, DETOURS, STREAMS, UNJOINED, EngineOnFake
 
 from forebay.engine import Lane
 from forebay.engine.base import SIDE_LANES
-from forebay.engine.cuda import CudaEngine
 from forebay.engine.cuda_runtime import DEVICE_TO_HOST, HOST_TO_DEVICE
-
-COMPUTE = 100
-STREAMS = {Lane.DOWN: 101, Lane.HOST: 102, Lane.UP: 103}
-DETOURS = {Lane.DOWN: 104, Lane.UP: 105}
 
 
 class Task:
@@ -32,17 +27,7 @@ class PythonTask(Task):
     function_address = 0
 
 
-class Bench:
-    """An engine on a fake runtime; ``stream`` is the one the caller is on."""
-
-    def __init__(self):
-        self.cuda = FakeCuda()
-        self.stream = COMPUTE
-        self.engine = CudaEngine.__new__(CudaEngine)
-        self.engine.device = torch.device("cpu")
-        self.engine._set_up(self.cuda.runtime, lambda: self.stream, STREAMS, DETOURS)
-        self.cuda.calls.clear()
-
+class Bench(EngineOnFake):
     def round_trip(self):
         """A gradient down, a host task, a weight up, and the compute lane waits for it."""
         engine = self.engine

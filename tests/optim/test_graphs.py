@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny import assert_bitwise, batch, build, loss_of, weights
+from fake_cuda import COMPUTE, EngineOnFake
+from graph_trainer import GraphTrainer, assert_same, steps
+from tiny import assert_bitwise
 from torch import nn
 
 import forebay
@@ -24,122 +26,11 @@ PLACEMENTS = [
 ]
 
 
-class Trainer:
-    """A model and its optimizer, with the static input that a graph needs."""
-
-    def __init__(self, engine, *, attach=True, max_norm=0.1, state_dtype="fp32", **kwargs):
-        self.engine = engine
-        self.model = build()
-        self.optimizer = forebay.AdamW(
-            self.model.parameters(),
-            lr=1e-2,
-            weight_decay=0.1,
-            chunk_elements=CHUNK,
-            engine=engine,
-            state_dtype=state_dtype,
-            **kwargs,
+class Trainer(GraphTrainer):
+    def __init__(self, engine, **kwargs):
+        super().__init__(
+            engine, engine.capture if isinstance(engine, SimEngine) else None, **{"chunk_elements": CHUNK} | kwargs
         )
-        if attach:
-            self.optimizer.attach(self.model)
-        self.max_norm = max_norm
-        self.tokens = batch(0).clone()
-        self.losses = []
-        self.loss = None
-
-    def backward(self):
-        self.loss = loss_of(self.model, self.tokens)
-        self.loss.backward()
-
-    def update(self):
-        if self.max_norm is not None:
-            self.optimizer.clip_grad_norm_(self.max_norm)
-        self.optimizer.step()
-
-    def feed(self, step):
-        self.tokens.copy_(batch(step))
-
-    def schedule(self, step):
-        for group in self.optimizer.param_groups:
-            group["lr"] = 1e-2 / (1 + step)
-            group["weight_decay"] = 0.01 * step
-
-    def note_loss(self, of_launch=False):
-        self.losses.append((self.graph_loss if of_launch else self.loss).detach().clone())
-
-    def eager(self, steps, *, keep_grads=False):
-        for step in steps:
-            self.feed(step)
-            self.optimizer.zero_grad(set_to_none=not keep_grads)
-            self.backward()
-            self.schedule(step)
-            self.update()
-            self.note_loss()
-
-    def capture(self):
-        """Forward, backward and step, in this order."""
-        with self.engine.capture() as graph:
-            self.optimizer.zero_grad()
-            self.backward()
-            self.update()
-            self.optimizer.join()
-        self.graph_loss = self.loss
-        return graph
-
-    def launch(self, graph, steps):
-        for step in steps:
-            self.feed(step)
-            self.schedule(step)
-            self.optimizer.refresh_hyperparameters()
-            graph.replay()
-            self.note_loss(of_launch=True)
-
-    def backward_ahead(self, step):
-        """The eager forward and backward whose gradients the first launch of a rotated graph updates with."""
-        self.feed(step)
-        self.optimizer.zero_grad(set_to_none=False)
-        self.backward()
-        self.note_loss()
-
-    def capture_rotated(self):
-        """Step, then forward and backward of the next."""
-        with self.engine.capture() as graph:
-            self.update()
-            self.optimizer.zero_grad(set_to_none=False)
-            self.backward()
-            self.optimizer.join()
-        self.graph_loss = self.loss
-        return graph
-
-    def launch_rotated(self, graph, steps):
-        """Update with the gradients that are there, and make the next, once for each of ``steps``."""
-        for step in steps:
-            self.schedule(step)
-            self.feed(step + 1)
-            self.optimizer.refresh_hyperparameters()
-            graph.replay()
-            self.note_loss(of_launch=True)
-
-    def update_behind(self, step):
-        """The eager step with the gradients of the last launch."""
-        self.schedule(step)
-        self.update()
-
-    def result(self):
-        return torch.stack(self.losses), weights(self.model), self.optimizer.state_dict()
-
-
-def steps(first, num):
-    return range(first, first + num)
-
-
-def assert_same(actual, expected):
-    assert torch.equal(actual[0], expected[0])
-    assert_bitwise(actual[1], expected[1])
-    left, right = actual[2]["state"], expected[2]["state"]
-    assert left.keys() == right.keys()
-    for index, entry in right.items():
-        for name, value in entry.items():
-            assert torch.equal(left[index][name], value), (index, name)
 
 
 TOTAL = NUM_WARMUP + NUM_LAUNCHES + NUM_AFTER
@@ -448,3 +339,34 @@ class TestErrors:
             self.capture(trainer, failing)
         trainer.eager(steps(NUM_WARMUP, TOTAL - NUM_WARMUP))
         assert_same(trainer.result(), eager[False])
+
+
+@pytest.mark.parametrize("rotated", [False, True])
+@pytest.mark.parametrize("attach", [False, True])
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("placement", range(5))
+def test_the_cuda_engine_captures_a_step_by_the_rules(placement, overlap, attach, rotated):
+    """Nothing is carried out here, so values mean nothing; a wait or query that CUDA would refuse is an error."""
+    bench = EngineOnFake()
+    trainer = Trainer(bench.engine, attach=attach, overlap=overlap, **PLACEMENTS[placement])
+    trainer.eager(steps(0, NUM_WARMUP), keep_grads=True)
+    for _ in range(2):
+        if rotated:
+            trainer.backward_ahead(NUM_WARMUP)
+        bench.cuda.calls.clear()
+        bench.cuda.begin_capture(COMPUTE)
+        if rotated:
+            trainer.update()
+        trainer.optimizer.zero_grad(set_to_none=not rotated)
+        trainer.backward()
+        if not rotated:
+            trainer.update()
+        trainer.optimizer.join()
+        assert bench.cuda.end_capture() == 0
+        captured = [call[-1] > 0 for call in bench.cuda.calls if call[0] in ("copy", "launch")]
+        assert all(captured), "a copy was carried out at once"
+        assert bool(captured) == (placement > 0)
+        for step in steps(NUM_WARMUP, 2):
+            trainer.schedule(step)
+            trainer.optimizer.refresh_hyperparameters()
+        trainer.eager(steps(NUM_WARMUP, 2), keep_grads=True)

@@ -6,8 +6,15 @@ import ctypes
 import dataclasses
 import itertools
 
+import torch
+
+from forebay.engine import Lane
+from forebay.engine.cuda import CudaEngine
 from forebay.engine.cuda_runtime import NOT_READY, CudaRuntime
 
+COMPUTE = 100
+STREAMS = {Lane.DOWN: 101, Lane.HOST: 102, Lane.UP: 103}
+DETOURS = {Lane.DOWN: 104, Lane.UP: 105}
 CAPTURE_ISOLATION, CAPTURE_UNSUPPORTED, CAPTURED_EVENT, UNJOINED = 905, 900, 907, 904
 
 
@@ -179,3 +186,26 @@ class FakeCuda:
 
     def _HostUnregister(self, address):
         return 0
+
+
+class FakeCudaEngine(CudaEngine):
+    """The CUDA engine on a runtime that carries nothing out, for tensors on the CPU."""
+
+    def __init__(self, cuda, current_stream):
+        self.device = torch.device("cpu")
+        self._numa_node = None
+        self._set_up(cuda.runtime, current_stream, STREAMS, DETOURS)
+
+    def take_peak_bytes(self):
+        assert not self.capturing, "memory of a capture is not that of a step"
+        return 0
+
+
+class EngineOnFake:
+    """An engine and what it calls; ``stream`` is the one the caller is on."""
+
+    def __init__(self):
+        self.cuda = FakeCuda()
+        self.stream = COMPUTE
+        self.engine = FakeCudaEngine(self.cuda, lambda: self.stream)
+        self.cuda.calls.clear()
