@@ -34,6 +34,9 @@ class Lane(enum.Enum):
     HOST = "host"
     UP = "up"
 
+    # Lanes are keys in every engine call, and the hash of enum members is Python code.
+    __hash__ = object.__hash__
+
 
 SIDE_LANES = (Lane.DOWN, Lane.HOST, Lane.UP)
 
