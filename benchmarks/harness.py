@@ -7,6 +7,7 @@ import datetime
 import itertools
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -63,6 +64,34 @@ def batches(num: int, micro_batch: int, seq_length: int, device: str = "cuda") -
     ]
 
 
+def plain_update(params: list[Any], max_norm: float, **adamw: Any) -> Callable[[], None]:
+    """Return the usual mixed-precision update: fp32 masters on the GPU, clipping and torch's fused AdamW.
+
+    Args:
+        params: bf16 parameters, or groups of them.
+        max_norm: clip to this norm.
+        adamw: arguments of ``torch.optim.AdamW``.
+    """
+    groups = params if isinstance(params[0], dict) else [{"params": params}]
+    pairs = [(p, torch.nn.Parameter(p.detach().float())) for group in groups for p in group["params"]]
+    master_of = dict(pairs)
+    masters = [master for _, master in pairs]
+    master_groups = [group | {"params": [master_of[param] for param in group["params"]]} for group in groups]
+    optimizer = torch.optim.AdamW(master_groups, **adamw, fused=True)
+
+    def update() -> None:
+        for param, master in pairs:
+            master.grad = param.grad.float()
+            param.grad = None
+        torch.nn.utils.clip_grad_norm_(masters, max_norm)
+        optimizer.step()
+        with torch.no_grad():
+            torch._foreach_copy_([param.data for param, _ in pairs], [master.data for master in masters])
+        optimizer.zero_grad()
+
+    return update
+
+
 def measure(step: Callable[[int], Any], *, num_warmup: int, num_steps: int) -> dict[str, float]:
     """Time steady steps by events on the stream, without a synchronisation between them.
 
@@ -107,14 +136,47 @@ def environment() -> dict[str, str]:
     }
 
 
+def report(run: Callable[[], dict[str, Any]]) -> None:
+    """Print, as the last line of a process that :func:`run_apart` started, what ``run`` measured, as JSON.
+
+    Running out of device memory is a result too: what the failed allocation asked for, beside what was in use.
+    """
+    try:
+        result = run()
+    except torch.OutOfMemoryError as error:
+        asked = re.search(r"allocate ([\d.]+) (GiB|MiB)", str(error))
+        scale = {"GiB": 1.0, "MiB": 1 / 1024}
+        result = {
+            "status": "out of memory",
+            "error": str(error)[:300],
+            "asked_gib": float(asked[1]) * scale[asked[2]] if asked else float("nan"),
+            "allocated_gib": torch.cuda.memory_allocated() / GIB,
+            "peak_gib": torch.cuda.max_memory_allocated() / GIB,
+        }
+    print(json.dumps(result), flush=True)
+
+
+def all_cores() -> dict[str, str]:
+    """Return the environment in which OpenMP, which most CPU optimizers run on, uses every core there is.
+
+    It is read when OpenMP is loaded, so it is given to a process that is yet to start. Unset, torch uses half of a
+    hyper-threaded machine and a launcher's default is one thread. Threads are not pinned one by one: the thread
+    that starts them would be pinned to a single core too, and with it autograd's.
+    """
+    return {"OMP_NUM_THREADS": str(len(os.sched_getaffinity(0)))}
+
+
 def run_apart(script: str, arguments: list[str], *, timeout_s: int) -> dict[str, Any]:
-    """Run one configuration in a process of its own and return the JSON object it prints last.
+    """Run one configuration in a process of its own, on all cores, and return the JSON object it prints last.
 
     A run that fails gives ``{"status": "...", "error": "..."}``, so that one failure loses nothing.
     """
     command = [sys.executable, script, *arguments]
+    environ = os.environ | all_cores()
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=timeout_s, check=False, env=environ, errors="replace"
+        )
     except subprocess.TimeoutExpired:
         return {"status": "timeout", "error": f"over {timeout_s} s"}
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
@@ -125,6 +187,14 @@ def run_apart(script: str, arguments: list[str], *, timeout_s: int) -> dict[str,
     if os.environ.get("FOREBAY_BENCH_VERBOSE"):
         print(done.stderr[-3000:], file=sys.stderr, flush=True)
     return {"status": status, "error": error[:300]}
+
+
+def read_csv(path: Path) -> list[dict[str, Any]]:
+    """Return the rows of a CSV file, all values as text; none if there is no file."""
+    if not path.exists():
+        return []
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
 
 
 def write_csv(path: Path, rows: list[dict[str, Any]]) -> None:

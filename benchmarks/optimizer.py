@@ -1,21 +1,26 @@
 """Optimizer offload: milliseconds a step and GPU peak of forebay and its peers, one process each.
 
-    python benchmarks/optimizer.py --output benchmarks/results/optimizer.csv [--only forebay,none] [--tokens 8192]
+    python benchmarks/optimizer.py --output benchmarks/results/optimizer.csv --tokens 8192,32768 --budget-s 550
+    python benchmarks/optimizer.py --output benchmarks/results/optimizer.csv --tokens 8192,32768 --append --missing
 
-All systems train the same 1.104 B parameter model on the same tokens with bf16 weights, AdamW and clipping at 1.0.
+All systems train the same 1.104 B parameter model on the same tokens with bf16 weights, AdamW and clipping at 1.0,
+and may use all cores. The file is written after every configuration, and one that fails loses nothing. ``ratio`` is
+milliseconds over those of ``none``, fp32 masters and torch's fused AdamW on the GPU, at the same tokens a step.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from harness import GIB, batches, environment, llama_1b, measure, run_apart, write_csv
+from harness import GIB, batches, environment, llama_1b, measure, plain_update, read_csv, report, run_apart, write_csv
 
 LR, BETAS, EPS, WEIGHT_DECAY, MAX_NORM = 1e-4, (0.9, 0.95), 1e-8, 0.1, 1.0
 ADAM = {"lr": LR, "betas": BETAS, "eps": EPS, "weight_decay": WEIGHT_DECAY}
@@ -116,21 +121,7 @@ def _graphed(
 def plain(num_micro: int) -> tuple[Step, None]:
     """Train with fp32 masters on the GPU and torch's fused AdamW, the usual mixed-precision recipe."""
     model = llama_1b()
-    params = list(model.parameters())
-    masters = [torch.nn.Parameter(param.detach().float()) for param in params]
-    optimizer = torch.optim.AdamW(masters, **ADAM, fused=True)
-
-    def update() -> None:
-        for master, param in zip(masters, params, strict=True):
-            master.grad = param.grad.float()
-            param.grad = None
-        torch.nn.utils.clip_grad_norm_(masters, MAX_NORM)
-        optimizer.step()
-        with torch.no_grad():
-            torch._foreach_copy_([param.data for param in params], [master.data for master in masters])
-        optimizer.zero_grad()
-
-    return _loop(model, num_micro, update), None
+    return _loop(model, num_micro, plain_update(list(model.parameters()), MAX_NORM, **ADAM)), None
 
 
 def megatron(num_micro: int, fraction: float, overlap: bool) -> tuple[Step, None]:
@@ -248,24 +239,38 @@ SYSTEMS: dict[str, Callable[..., Any]] = {
 
 
 def configurations() -> list[dict[str, Any]]:
-    """Return what is compared, in the order it is run."""
-    ours = [
-        {"system": "forebay", "offload_fraction": fraction, "placement": placement}
-        for fraction, placement in [
-            (0.0, "auto"),
-            (0.25, "auto"),
-            (0.5, "auto"),
-            (0.75, "auto"),
-            (1.0, "auto"),
-            (1.0, "streamed"),
-            (1.0, "host"),
-        ]
+    """Return what is compared, the most important first: time may run out."""
+
+    def ours(fraction: float, **options: Any) -> dict[str, Any]:
+        return {"system": "forebay", "offload_fraction": fraction, **options}
+
+    def theirs(fraction: float, overlap: bool) -> dict[str, Any]:
+        return {"system": "megatron", "fraction": fraction, "overlap": overlap}
+
+    staging = {"staging_gib": 3.0}
+    return [
+        {"system": "none"},
+        ours(1.0),
+        ours(1.0, **staging),
+        theirs(1.0, overlap=True),
+        {"system": "deepspeed", "stage": 2},
+        ours(0.5),
+        ours(1.0, state_dtype="bf16"),
+        ours(1.0, state_dtype="8bit"),
+        ours(0.25),
+        ours(0.75),
+        ours(0.0),
+        {"system": "torchao"},
+        {"system": "deepspeed", "stage": 3},
+        {"system": "fsdp2"},
+        theirs(0.5, overlap=True),
+        theirs(1.0, overlap=False),
+        ours(1.0, placement="streamed"),
+        ours(1.0, placement="host"),
+        *(ours(fraction, **staging) for fraction in (0.25, 0.5, 0.75)),
+        *(ours(1.0, state_dtype=dtype, **staging) for dtype in ("bf16", "8bit")),
+        *(theirs(fraction, overlap=False) for fraction in (0.25, 0.5, 0.75)),
     ]
-    peers: list[dict[str, Any]] = [{"system": "none"}]
-    peers += [{"system": "megatron", "fraction": f, "overlap": False} for f in (0.25, 0.5, 0.75, 1.0)]
-    peers += [{"system": "megatron", "fraction": 1.0, "overlap": True}]
-    peers += [{"system": "torchao"}, {"system": "deepspeed", "stage": 2}, {"system": "deepspeed", "stage": 3}]
-    return [*ours, *peers, {"system": "fsdp2"}]
 
 
 def run_one(spec: dict[str, Any]) -> dict[str, Any]:
@@ -288,6 +293,21 @@ def run_one(spec: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
+def row_key(row: dict[str, Any]) -> tuple[str, str, str]:
+    """Return what two rows must not share: system, options and tokens."""
+    options = json.dumps(json.loads(row["options"]), sort_keys=True)
+    return row["system"], options, str(row["tokens"])
+
+
+def add_row(rows: list[dict[str, Any]], row: dict[str, Any]) -> None:
+    """Add a measured row in place of one with the same key, with its ratio to ``none`` at the same tokens."""
+    rows[:] = [other for other in rows if row_key(other) != row_key(row)]
+    rows.append(row)
+    none = next((other for other in rows if row_key(other) == ("none", "{}", str(row["tokens"]))), {})
+    none_ms = float(none.get("step_ms") or 0.0)  # a row from a file has an empty text where it failed
+    row["ratio"] = row["step_ms"] / none_ms if none_ms and "step_ms" in row else ""
+
+
 def main() -> None:
     """Measure all configurations, print a table and write the CSV."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -295,30 +315,68 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results/optimizer.csv"))
     parser.add_argument("--only", default="", help="comma-separated systems")
     parser.add_argument("--configs", default="", help="a JSON list of configurations instead of the default ones")
-    parser.add_argument("--tokens", type=int, default=8192, help="tokens a step, a multiple of 8192")
+    parser.add_argument("--tokens", default="8192", help="comma-separated tokens a step, multiples of 8192")
     parser.add_argument("--num-warmup", type=int, default=5)
     parser.add_argument("--num-steps", type=int, default=10)
     parser.add_argument("--timeout-s", type=int, default=150)
+    parser.add_argument("--budget-s", type=float, default=float("inf"), help="start nothing new after this long")
+    parser.add_argument("--append", action="store_true", help="keep the other rows of an existing output")
+    parser.add_argument("--missing", action="store_true", help="with --append: skip what has a row with status ok")
+    parser.add_argument("--plot", action="store_true", help="also plot, beside the output, as PNG and SVG")
     arguments = parser.parse_args()
     if arguments.one:
-        print(json.dumps(run_one(json.loads(arguments.one))), flush=True)
+        report(lambda: run_one(json.loads(arguments.one)))
         return
+    if arguments.plot:
+        import matplotlib  # noqa: F401 - a missing one is to be noticed before anything is measured
+    if arguments.missing and not arguments.append:
+        parser.error("--missing needs --append")
+    tokens = [int(word) for word in arguments.tokens.split(",")]
+    per_micro = SEQ_LENGTH * MICRO_BATCH
+    if any(count % per_micro or count < per_micro for count in tokens):
+        parser.error(f"--tokens {arguments.tokens}: must be multiples of {per_micro}")
     chosen = json.loads(arguments.configs) if arguments.configs else configurations()
     if arguments.only:
         chosen = [spec for spec in chosen if spec["system"] in arguments.only.split(",")]
-    rows = []
-    for spec in chosen:
+    rows = read_csv(arguments.output) if arguments.append else []
+    done = {row_key(row) for row in rows if arguments.missing and row["status"] == "ok"}
+    start, left_out = time.monotonic(), []
+    for spec, num_tokens in itertools.product(chosen, tokens):
+        row = {
+            "system": spec["system"],
+            "options": json.dumps({key: value for key, value in spec.items() if key != "system"}),
+            "tokens": num_tokens,
+        }
+        if row_key(row) in done:
+            continue
+        title = f"{row['system']:10s} {row['options']:64s} {num_tokens:6d}"
+        if time.monotonic() - start > arguments.budget_s:
+            left_out.append(title)
+            continue
         request = spec | {
-            "num_micro": arguments.tokens // (SEQ_LENGTH * MICRO_BATCH),
+            "num_micro": num_tokens // per_micro,
             "num_warmup": arguments.num_warmup,
             "num_steps": arguments.num_steps,
         }
         result = run_apart(__file__, ["--one", json.dumps(request)], timeout_s=arguments.timeout_s)
-        row = {"system": spec["system"], "options": json.dumps({k: v for k, v in spec.items() if k != "system"})}
-        rows.append(row | {"tokens": arguments.tokens} | result | environment())
-        shown = f"{result['step_ms']:8.1f} ms  {result['peak_gib']:6.2f} GiB" if "step_ms" in result else result
-        print(f"{row['system']:10s} {row['options']:60s} {shown}", flush=True)
+        row |= {"status": result["status"]} | result
+        add_row(rows, row | environment())
+        print(f"{title}  {_shown(rows[-1])}", flush=True)
         write_csv(arguments.output, rows)
+    if left_out:
+        print(f"left out after {arguments.budget_s:.0f} s; measure them with --append --missing:", flush=True)
+        print("\n".join(f"  {title}" for title in left_out), flush=True)
+    if arguments.plot:
+        from optimizer_plot import plot
+
+        plot(read_csv(arguments.output), arguments.output)
+
+
+def _shown(row: dict[str, Any]) -> str:
+    if "step_ms" not in row:
+        return f"{row['status']}: {row.get('error', '')}"
+    ratio = f"{row['ratio']:5.2f}x" if row["ratio"] else "      "
+    return f"{row['step_ms']:8.1f} ms {ratio} {row['peak_gib']:6.2f} GiB"
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ struct Scalars {
   float beta1, one_minus_beta1;
   float beta2, one_minus_beta2;
   float lerp_weight;
-  float bias2_sqrt, eps;
+  float bias2_inverse_sqrt, eps;
   float minus_step_size;
   float momentum, one_minus_dampening;
   uint32_t has_l2 : 1, has_momentum : 1, is_first : 1, is_nesterov : 1, lerp_from_grad : 1;

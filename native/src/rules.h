@@ -134,7 +134,8 @@ inline void adam(const Range &range, const Pointers &at, const Scalars &s, int64
   // operations in the same order, and gives the same bits.
   m = V::add(s.lerp_from_grad ? g : m, V::mul(V::sub(g, m), V::set(s.lerp_weight)));
   v = V::add(V::mul(v, V::set(s.beta2)), V::mul(V::mul(g, V::set(s.one_minus_beta2)), g));
-  const auto denominator = V::add(V::div(V::sqrt(v), V::set(s.bias2_sqrt)), V::set(s.eps));
+  // Times the inverse: one division less than torch, because the kernel would wait for its divider, not for memory.
+  const auto denominator = V::add(V::mul(V::sqrt(v), V::set(s.bias2_inverse_sqrt)), V::set(s.eps));
   p = V::add(p, V::div(V::mul(V::set(s.minus_step_size), m), denominator));
   const StateStore<V, state, bypass == kEverything> states(range, i);
   states.template put<0>(at.state1_out, i, m);
@@ -146,18 +147,19 @@ template <class V, int grad, int weight, int state, int bypass>
 inline void sgd(const Range &range, const Pointers &at, const Scalars &s, int64_t i) {
   auto g = V::mul(load<V, grad>(at.grad, i), V::set(s.grad_scale));
   auto p = load_weight<V, weight>(at, i);
-  if (s.has_l2) g = V::fma(V::set(s.l2), p, g);
+  // No fused multiply-add, as in adam().
+  if (s.has_l2) g = V::add(g, V::mul(V::set(s.l2), p));
   if (s.has_momentum) {
     auto m = g;
     if (!s.is_first) {
       m = V::mul(V::set(s.momentum), load<V, state>(at.state1, i));
-      m = V::fma(V::set(s.one_minus_dampening), g, m);
+      m = V::add(m, V::mul(V::set(s.one_minus_dampening), g));
     }
     const StateStore<V, state, bypass == kEverything> states(range, i);
     states.template put<0>(at.state1_out, i, m);
-    g = s.is_nesterov ? V::fma(V::set(s.momentum), m, g) : m;
+    g = s.is_nesterov ? V::add(g, V::mul(V::set(s.momentum), m)) : m;
   }
-  store_weight<V, weight, bypass>(at, i, V::fma(V::set(s.minus_step_size), g, p));
+  store_weight<V, weight, bypass>(at, i, V::add(p, V::mul(V::set(s.minus_step_size), g)));
 }
 
 template <class V, int grad, int weight, int state, int bypass>
@@ -166,10 +168,10 @@ inline void lion(const Range &range, const Pointers &at, const Scalars &s, int64
   auto p = load_weight<V, weight>(at, i);
   auto m = load<V, state>(at.state1, i);
   const auto zero = V::set(0.0f);
-  auto u = V::fma(V::set(s.beta1), m, V::mul(V::set(s.one_minus_beta1), g));
+  auto u = V::add(V::mul(V::set(s.beta1), m), V::mul(V::set(s.one_minus_beta1), g));
   u = V::select(V::greater(zero, u), V::set(-1.0f), V::select(V::greater(u, zero), V::set(1.0f), u));
-  m = V::fma(V::set(s.beta2), m, V::mul(V::set(s.one_minus_beta2), g));
-  p = V::fma(V::set(s.minus_step_size), u, V::mul(p, V::set(s.decay)));
+  m = V::add(V::mul(V::set(s.beta2), m), V::mul(V::set(s.one_minus_beta2), g));
+  p = V::add(V::mul(p, V::set(s.decay)), V::mul(V::set(s.minus_step_size), u));
   const StateStore<V, state, bypass == kEverything> states(range, i);
   states.template put<0>(at.state1_out, i, m);
   store_weight<V, weight, bypass>(at, i, p);

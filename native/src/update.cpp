@@ -107,7 +107,7 @@ Plan make_plan(const forebay_task &task, const KernelTable &table, const forebay
   c.minus_step_size = static_cast<float>(-h.lr);
   if (is_adam) {
     c.minus_step_size = static_cast<float>(-(h.lr / (1.0 - power(h.beta1, t))));
-    c.bias2_sqrt = static_cast<float>(sqrt(1.0 - power(h.beta2, t)));
+    c.bias2_inverse_sqrt = static_cast<float>(1.0 / sqrt(1.0 - power(h.beta2, t)));
   }
 
   const int rule = is_adam ? kAdam : task.algorithm == FOREBAY_SGD ? kSgd : kLion;

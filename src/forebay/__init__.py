@@ -12,11 +12,14 @@ from typing import Any
 _PUBLIC = {
     "AdamW": "forebay.optim.adamw",
     "HybridDeviceOptimizer": "forebay.optim.hybrid",
+    "Lion": "forebay.optim.momentum",
+    "OffloadedOptimizer": "forebay.optim.offloaded",
+    "SGD": "forebay.optim.momentum",
     "plan_memory": "forebay.optim.options",
 }
 
 __version__ = "0.1.0"
-__all__ = ["AdamW", "HybridDeviceOptimizer", "__version__", "plan_memory"]
+__all__ = ["SGD", "AdamW", "HybridDeviceOptimizer", "Lion", "OffloadedOptimizer", "__version__", "plan_memory"]
 
 
 def __getattr__(name: str) -> Any:

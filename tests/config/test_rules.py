@@ -100,6 +100,15 @@ def _messages(words, engine="native", recipe="llama_1b_pretrain"):
             "optimizer.optimizer_offload_fraction=1 optimizer.optimizer_offload_placement=host",
             "optimizer.optimizer_offload_placement=host has no effect while torch.optim does the updates",
         ),
+        (
+            "optimizer.optimizer=sgd optimizer.weight_decay=0 optimizer.optimizer_state_dtype=bf16",
+            "optimizer.optimizer_state_dtype=bf16 has no effect while torch.optim does the updates",
+        ),
+        (
+            "optimizer.optimizer_cpu_offload=True optimizer.optimizer_offload_fraction=1 "
+            "optimizer.optimizer_offload_placement=host optimizer.optimizer_state_dtype=8bit",
+            "optimizer.optimizer_offload_placement=host: 8-bit moments have no host kernel",
+        ),
     ],
 )
 def test_what_the_trainer_refuses(words, message):
@@ -176,6 +185,7 @@ def test_what_megatron_accepts(words):
         "optimizer.overlap_cpu_optimizer_d2h_h2d=True",
         "optimizer.overlap_cpu_optimizer_d2h_h2d=False",
         "optimizer.optimizer_staging_gib=2",
+        "optimizer.optimizer_state_dtype=8bit",
         "optimizer.optimizer=sgd optimizer.weight_decay=0 optimizer.optimizer_staging_gib=2",
         "dataset.text_key=body dataset.path=/x",
         "checkpoint.save=/x checkpoint.save_interval=5",

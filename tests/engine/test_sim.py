@@ -220,3 +220,13 @@ def test_ledger_follows_buffers_that_are_dropped():
     assert engine.ledger.num_bytes(purpose="staging") == 16
     del buffer
     assert engine.ledger.num_bytes(purpose="staging") == 0
+
+
+def test_foreach_operations_count_as_writes():
+    """Under a dispatch mode torch does not count them, and a gradient that was clipped would look unchanged."""
+    tensors = [torch.ones(4), torch.ones(5)]
+    before = [tensor._version for tensor in tensors]
+    with SimEngine(0).watch():
+        torch._foreach_mul_(tensors, torch.tensor(0.5))
+        torch._foreach_norm(tensors)
+    assert all(tensor._version > version for tensor, version in zip(tensors, before, strict=True))

@@ -466,6 +466,23 @@ def test_hyperparameters_and_segments_can_be_changed() -> None:
 
 
 @native_only
+def test_an_exception_in_the_fallback_is_a_status(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels.native, "library", lambda: None)
+    segment = Segment(torch.ones(4), torch.ones(4))
+    task = UpdateTask("update of w", Algorithm.SGD, [segment], Hyper(lr=0.5))
+    task._segments = [None]  # type: ignore[list-item]
+    task.run()
+    task._segments = [segment]
+    task.run()
+    assert task.status() == -1, "it stays"
+    assert isinstance(task.error, AttributeError)
+    with pytest.raises(RuntimeError, match="update of w: the torch fallback raised an exception"):
+        task.raise_for_status()
+    task.clear_status()
+    assert (task.status(), task.error) == (0, None)
+    task.raise_for_status()
+
+
 def test_status_names_the_segment() -> None:
     tensors = torch.ones(4), torch.ones(4), torch.ones(4)
     segments = [Segment(*tensors, hyper=Hyper()), Segment(*tensors[:2])]

@@ -578,7 +578,7 @@ class TestErrors:
             ({"host_share": 2.0}, "host_share must be between 0.0 and 1.0, got 2.0"),
             (
                 {"host_share": 0.5, "placement": "host"},
-                "host_share=0.5 divides what is offloaded, which placement='host'",
+                "host_share=0.5 divides what is offloaded, as placement='host' does; give one",
             ),
             ({"staging_gib": -1.0}, "staging_gib must not be negative, got -1.0"),
             ({"lr": -1.0}, "lr must be 0 or more, not -1.0"),

@@ -158,6 +158,7 @@ def test_weights_written_between_launches_refresh_the_masters():
     def run(launched):
         trainer, graph = captured(3, seed=2)
         for step in steps(NUM_WARMUP, 3):
+            trainer.optimizer.synchronize()
             with torch.no_grad():
                 trainer.model.head.weight.mul_(0.5)
             if launched:

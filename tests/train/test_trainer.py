@@ -31,6 +31,12 @@ OFFLOADS = {
         "optimizer.optimizer_offload_fraction=0.5",
         "optimizer.optimizer_offload_placement=host",
     ],
+    "8-bit moments": [
+        "optimizer.optimizer_cpu_offload=True",
+        "optimizer.optimizer_offload_fraction=0.5",
+        "optimizer.optimizer_offload_placement=streamed",
+        "optimizer.optimizer_state_dtype=8bit",
+    ],
     "torch classes": [
         "optimizer.optimizer_cpu_offload=True",
         "optimizer.optimizer_offload_fraction=0.5",

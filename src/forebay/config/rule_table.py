@@ -362,6 +362,25 @@ _NATIVE = (
         )
         for key in ("optimizer.optimizer_offload_placement", "optimizer.optimizer_staging_gib")
     ),
+    _unread(
+        "optimizer.optimizer_state_dtype",
+        _uses_torch_classes,
+        "torch.optim does the updates",
+        "optimizer.optimizer=adamw optimizer.use_torch_optimizer_for_cpu_offload=False",
+    ),
+    Rule(
+        "8bit_state_has_no_host_kernel",
+        lambda config: (
+            config.optimizer.optimizer_state_dtype == "8bit"
+            and config.optimizer.optimizer_offload_placement == "host"
+            and _offloads(config)
+            and not _uses_torch_classes(config)
+        ),
+        "optimizer.optimizer_state_dtype=8bit with optimizer.optimizer_offload_placement=host: 8-bit moments have no "
+        "host kernel",
+        "optimizer.optimizer_offload_placement=streamed, or optimizer.optimizer_state_dtype=bf16",
+        NATIVE,
+    ),
     Rule(
         "pinning_agrees",
         lambda config: (

@@ -14,6 +14,7 @@ RecomputeGranularity = Literal["full", "selective"]
 CudaGraphImpl = Literal["none", "local", "transformer_engine"]
 OptimizerName = Literal["adamw", "adam", "sgd"]
 Placement = Literal["auto", "streamed", "host"]
+StateDtype = Literal["fp32", "bf16", "8bit"]
 DecayStyle = Literal["cosine", "linear", "constant"]
 EngineKind = Literal["auto", "cuda", "sim"]
 CompileKind = Literal["none", "block", "model"]
@@ -130,6 +131,8 @@ class OptimizerConfig:
     """Who updates the host share: the GPU, to which its state is streamed, or the host. ``auto``: both."""
     optimizer_staging_gib: float = 0.0
     """GPU memory in GiB that host state may visit beyond the highest peak of a step."""
+    optimizer_state_dtype: StateDtype = "fp32"
+    """Dtype of the moments: ``fp32`` is exact, ``bf16`` and ``8bit`` are stored with stochastic rounding."""
     overlap_cpu_optimizer_d2h_h2d: bool = False
     """Overlap the transfers of optimizer offloading with compute."""
     use_torch_optimizer_for_cpu_offload: bool = False

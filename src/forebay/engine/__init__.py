@@ -6,9 +6,9 @@ import threading
 
 import torch
 
-from forebay.engine.base import Buffer, Engine, Event, HostTask, HostTaskError, Lane, Traffic
+from forebay.engine.base import Buffer, Engine, Event, HostTask, HostTaskError, Lane, Traffic, check_task
 
-__all__ = ["Buffer", "Engine", "Event", "HostTask", "HostTaskError", "Lane", "Traffic", "get_engine"]
+__all__ = ["Buffer", "Engine", "Event", "HostTask", "HostTaskError", "Lane", "Traffic", "check_task", "get_engine"]
 
 _KINDS = ("auto", "cuda", "sim")
 _engines: dict[tuple[str, torch.device], Engine] = {}

@@ -103,6 +103,16 @@ class Traffic:
             self.up_bytes += num_bytes
 
 
+def check_task(task: HostTask) -> None:
+    """Raise :class:`HostTaskError`, naming ``task``, if it has failed; from the exception, if it raised one."""
+    status = task.status()
+    if status:
+        raise HostTaskError(
+            f"host task {task.label!r} failed with status {status}; what it was updating may be half written, so "
+            "reload the last checkpoint before going on"
+        ) from getattr(task, "error", None)
+
+
 class TaskLog:
     """The host tasks enqueued since the last full synchronisation, to be asked how they went."""
 
@@ -117,12 +127,7 @@ class TaskLog:
     def check(self) -> None:
         """Raise :class:`HostTaskError` for the first task that failed."""
         for task in (*self._tasks.values(), *self._captured.values()):
-            status = task.status()
-            if status:
-                raise HostTaskError(
-                    f"host task {task.label!r} failed with status {status}; what it was updating may be half "
-                    "written, so reload the last checkpoint before going on"
-                )
+            check_task(task)
 
     def clear(self) -> None:
         """Forget all tasks but those of graphs; call only when every lane is idle."""

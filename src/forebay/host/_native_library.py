@@ -13,7 +13,9 @@ ABI_VERSION = 2
 INSTRUCTION_SETS = ("avx512", "avx2", "neon", "scalar")
 MASTER_NONE, MASTER_REMAINDER16, MASTER_FLOAT32 = range(3)
 STREAM_KINDS = {"copy": 0, "update": 1}
+STATUS_EXCEPTION = -1
 STATUS_MESSAGES = {
+    STATUS_EXCEPTION: "the torch fallback raised an exception",
     0: "ok",
     1: "the task has no segments or a negative number of them",
     2: "unknown algorithm",

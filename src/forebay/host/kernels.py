@@ -237,6 +237,7 @@ class UpdateTask:
             grad_scale=_address(grad_scale),
             found_inf=_address(found_inf),
         )
+        self.error: Exception | None = None
         self.function_address = 0
         self.argument_address = 0
         if self._library is not None:
@@ -299,10 +300,20 @@ class UpdateTask:
 
     def run(self) -> None:
         """Do the update now, on this and the library's other threads. Look at :meth:`status` afterwards."""
-        start_ns = time.monotonic_ns()
         if self._library is not None:
             self._library.forebay_update(ctypes.addressof(self._c_task))
-        elif fallback.update(self.algorithm.name, self._segments, self.hyper, self._grad_scale, self._found_inf):
+            return
+        start_ns = time.monotonic_ns()
+        try:
+            updated = fallback.update(
+                self.algorithm.name, self._segments, self.hyper, self._grad_scale, self._found_inf
+            )
+        except Exception as error:
+            # Like the library, whose failures only the status tells: the work is done apart from who asked for it.
+            self.error = self.error or error
+            self._c_task.status = self._c_task.status or native.STATUS_EXCEPTION
+            return
+        if updated:
             self._c_task.num_runs += 1
             self._c_task.busy_ns += time.monotonic_ns() - start_ns
         else:
@@ -311,6 +322,11 @@ class UpdateTask:
     def status(self) -> int:
         """0 when every run so far went well, else the ``forebay_status`` of the first that did not."""
         return int(self._c_task.status)
+
+    def clear_status(self) -> None:
+        """Forget that a run failed: what it left half written has been written anew. It must not be running."""
+        self._c_task.status, self._c_task.failed_segment = 0, -1
+        self.error = None
 
     def raise_for_status(self) -> None:
         """Raise RuntimeError, saying what was wrong with which segment, when a run failed."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -39,9 +38,10 @@ class AdamW(PlacedOptimizer):
             it exactly. Default 0.0.
         placement: how the offloaded share is held: ``"streamed"`` visits the device to be updated there;
             ``"host"`` is updated by the host kernel. Default ``"auto"``: both, divided so that they take about
-            equally long (on a CPU, where nothing is gained by it, all streamed).
-        host_share: fix the share of the offloaded part that the host updates, 0 to 1, instead of ``placement``.
-            Default None.
+            equally long at an H200's rates (on a CPU, where nothing is gained by it, all streamed).
+        host_share: fix the share of the offloaded part that the host updates, 0 to 1, instead of ``placement``;
+            ``"calibrated"`` divides as ``"auto"`` does at this machine's own rates, which are measured once a
+            process and device, in about a second (:mod:`forebay.optim.cost_model`). Default None.
         overlap: let transfers run under other work. Default True.
         staging_gib: device memory, in GiB, that visiting state may add to the highest peak of a step; below
             that peak it uses what is free anyway. Default 0.0.
@@ -68,7 +68,7 @@ class AdamW(PlacedOptimizer):
         maximize: bool = False,
         offload_fraction: float = 0.0,
         placement: str = "auto",
-        host_share: float | None = None,
+        host_share: float | str | None = None,
         overlap: bool = True,
         staging_gib: float = 0.0,
         pinned: bool = True,
@@ -88,7 +88,7 @@ class AdamW(PlacedOptimizer):
     def _make_rule(self, device: torch.device) -> UpdateRule:
         return AdamWRule(device, self._state_dtype)
 
-    def _check_hyperparameters(self, group: Mapping[str, Any]) -> None:
+    def _check_hyperparameters(self, group: dict[str, Any]) -> None:
         check_hyperparameters(group["lr"], group["betas"], group["eps"], group["weight_decay"])
 
     def _arguments(self) -> dict[str, Any]:

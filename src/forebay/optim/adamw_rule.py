@@ -13,13 +13,13 @@ from forebay.optim.chunk_state import ChunkState, flat
 from forebay.optim.device_update import GroupValues, StepScalars
 from forebay.optim.layout import Chunk, Segment
 from forebay.optim.low_precision import MOMENTS, Noise
-from forebay.optim.update_rule import Field, StepContext, UpdateRule, master_field
+from forebay.optim.update_rule import Field, KernelRule, StepContext, master_field
 
 if TYPE_CHECKING:
     from forebay.engine import Engine
 
 
-class AdamWRule(UpdateRule):
+class AdamWRule(KernelRule):
     """AdamW (Loshchilov and Hutter, 2019).
 
     Args:
@@ -110,7 +110,7 @@ class AdamWRule(UpdateRule):
             )
 
     def set_hyper(self, hyper: kernels.Hyper, group: Mapping[str, Any]) -> None:
-        """See :meth:`UpdateRule.set_hyper`."""
+        """See :meth:`KernelRule.set_hyper`."""
         values = _group_values(group)
         hyper.lr, hyper.weight_decay, hyper.eps = values.lr, values.weight_decay, values.eps
         hyper.beta1, hyper.beta2, hyper.maximize = values.beta1, values.beta2, values.maximize
@@ -120,18 +120,26 @@ class AdamWRule(UpdateRule):
         """See :attr:`UpdateRule.moments`."""
         return MOMENTS
 
-    def scalars(self, row: int) -> dict[str, Any]:
-        """See :meth:`UpdateRule.scalars`."""
-        step = self._scalars.steps[row].cpu()
-        return {"step": step} if step != 0 else {}
+    @property
+    def steps(self) -> torch.Tensor:
+        """See :attr:`KernelRule.steps`."""
+        return self._scalars.steps
 
-    def set_scalars(self, row: int, values: Mapping[str, Any]) -> None:
+    def entry_of(self, step: torch.Tensor) -> dict[str, Any]:
+        """See :meth:`KernelRule.entry_of`."""
+        return {"step": step}
+
+    def step_in(self, entry: Mapping[str, Any]) -> float:
+        """See :meth:`KernelRule.step_in`."""
+        return float(entry.get("step", 0))
+
+    def set_scalars(self, row: int, values: Mapping[str, Any] | None) -> None:
         """See :meth:`UpdateRule.set_scalars`."""
-        step = float(values.get("step", 0))
-        self._scalars.steps[row] = step
-        self._scalars.most_steps = max(self._scalars.most_steps, int(step))
+        super().set_scalars(row, values)
+        if values is not None:
+            self._scalars.most_steps = max(self._scalars.most_steps, int(self.step_in(values)))
 
-    def read_moment(self, fields: Mapping[str, torch.Tensor], name: str) -> torch.Tensor | None:
+    def read_moment(self, fields: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
         """See :meth:`UpdateRule.read_moment`; 8-bit moments are given in fp32, on the CPU."""
         if self._state_dtype != "8bit":
             return fields[name]

@@ -7,8 +7,9 @@ parameter is updated nor how it is cut into segments and chunks changes a bit of
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
@@ -50,7 +51,7 @@ class StepScalars:
         steps: fp32 (num_segments,), how many updates each segment has had, like ``step`` in torch's AdamW.
         most_steps: no entry of ``steps`` is larger; whoever writes to ``steps`` sets it.
         rows: fp32 (num_segments, 3): ``1 - lr * weight_decay``, ``lr / bias_correction1`` and
-            ``sqrt(bias_correction2)``.
+            ``1 / sqrt(bias_correction2)``.
         keys: int64 (num_segments,), the keys of this step's random bits; empty unless ``stochastic``.
     """
 
@@ -100,7 +101,7 @@ class StepScalars:
         powers = _powers(torch.stack((beta1, beta2)), self.steps.to(torch.int64), self.most_steps.bit_length())
         self.rows[:, 0] = 1 - lr * weight_decay
         self.rows[:, 1] = lr / (1 - powers[0])
-        self.rows[:, 2] = (1 - powers[1]).sqrt()
+        self.rows[:, 2] = 1 / (1 - powers[1]).sqrt()
 
     def before_launch(self, inputs: Sequence[tuple[float, ...]]) -> None:
         """Write lr, weight_decay, beta1 and beta2 of each segment for launches of the step that was captured."""
@@ -164,7 +165,7 @@ def adamw(
         g = g * grad_scale
     if values.maximize:
         g = -g
-    decay, step_size, sqrt_correction2 = row.unbind()
+    decay, step_size, inverse_sqrt_correction2 = row.unbind()
     exp_avg, exp_avg_sq = load_moment(fields, "exp_avg"), load_moment(fields, "exp_avg_sq")
     value = read_master(weight, fields) * decay
     from_grad, weight_of_difference = lerp_constants(values.beta1)
@@ -172,15 +173,22 @@ def adamw(
     new_avg_sq = exp_avg_sq * values.beta2 + (g * (1 - values.beta2)) * g
     # torch's fp32 square root on the CPU is not always the nearest value; rounded from double precision it is.
     root = new_avg_sq.double().sqrt().float()
-    value -= step_size * new_avg / (root / sqrt_correction2 + values.eps)
+    value -= step_size * new_avg / (root * inverse_sqrt_correction2 + values.eps)
     bits = None if noise is None else random_bits(noise, weight.numel())
-    before = [(tensor, tensor.clone()) for tensor in (weight, *fields.values())] if skip is not None else []
-    store_moment(fields, "exp_avg", new_avg, None if bits is None else bits >> 16)
-    store_moment(fields, "exp_avg_sq", new_avg_sq, None if bits is None else bits & 0xFFFF)
-    write_master(weight, fields, value)
-    for tensor, old in before:
-        assert skip is not None
-        tensor.copy_(torch.where(skip == 0, tensor, old))
+    with restored_if(skip, [weight, *fields.values()]):
+        store_moment(fields, "exp_avg", new_avg, None if bits is None else bits >> 16)
+        store_moment(fields, "exp_avg_sq", new_avg_sq, None if bits is None else bits & 0xFFFF)
+        write_master(weight, fields, value)
+
+
+@contextlib.contextmanager
+def restored_if(skip: torch.Tensor | None, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Give ``tensors`` the values that they had before the block where ``skip``, a device scalar, is not zero."""
+    before = [tensor.clone() for tensor in tensors] if skip is not None else []
+    yield
+    if skip is not None:
+        for tensor, old in zip(tensors, before, strict=True):
+            tensor.copy_(torch.where(skip == 0, tensor, old))
 
 
 def read_master(weight: torch.Tensor, fields: Mapping[str, torch.Tensor]) -> torch.Tensor:

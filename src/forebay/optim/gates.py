@@ -58,6 +58,7 @@ class Gates:
         model.register_forward_pre_hook(self._before_root, prepend=True)
         model.register_forward_hook(self._after_root)
         model.register_state_dict_pre_hook(self._before_state_dict)
+        model.register_load_state_dict_pre_hook(self._before_load_state_dict)
         for key, module in enumerate(model.modules()):
             if next(module.parameters(recurse=False), None) is not None:
                 self._keys[module] = key
@@ -86,6 +87,10 @@ class Gates:
         self._learned = True
 
     def _before_state_dict(self, module: torch.nn.Module, prefix: str, keep_vars: bool) -> None:
+        self.open_all()
+
+    def _before_load_state_dict(self, *args: Any) -> None:
+        # An update that is still on its way up would overwrite what is loaded.
         self.open_all()
 
     def _open(self, param: torch.Tensor) -> None:

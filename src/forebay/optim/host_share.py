@@ -9,18 +9,18 @@ another version, and the gradient is sent again.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from forebay.engine import Buffer, Engine, Event, Lane
+from forebay.engine import Buffer, Engine, Event, Lane, check_task
 from forebay.host import kernels
 from forebay.optim.chunk_state import ChunkState, flat
 from forebay.optim.graph_hypers import GraphHypers
 from forebay.optim.layout import Chunk, Segment
 from forebay.optim.shares import Share, is_active
-from forebay.optim.update_rule import StepContext, UpdateRule
+from forebay.optim.update_rule import KernelRule, StepContext, UpdateRule
 
 # Two sets of hyperparameters: Python fills one while the tasks of the step before still read the other. And one for
 # the step in a CUDA graph, whose launches come one after the other.
@@ -120,14 +120,23 @@ class HostShare(Share):
             self._places.setdefault(segment.param, []).append((host_chunk, segment, offset))
         return host_chunk
 
-    def scalars(self, number: int, index: int) -> dict[str, Any]:
-        """See :meth:`Share.scalars`; the host kernel counts by itself."""
-        step = self._host_chunks[number].steps[index]
-        return {"step": step.clone()} if step != 0 else {}
+    @property
+    def _kernel_rule(self) -> KernelRule:
+        assert isinstance(self.rule, KernelRule), "Options.host_share_of refuses others"
+        return self.rule
 
-    def set_scalars(self, number: int, index: int, values: Mapping[str, Any]) -> None:
+    def kept(self, number: int, index: int) -> tuple[str, ...] | None:
+        """See :meth:`Share.kept`; the host kernel counts by itself."""
+        return self.rule.moments if self._host_chunks[number].steps[index] != 0 else None
+
+    def scalars(self, number: int, index: int) -> dict[str, Any]:
+        """See :meth:`Share.scalars`."""
+        return self._kernel_rule.entry_of(self._host_chunks[number].steps[index].clone())
+
+    def set_scalars(self, number: int, index: int, values: Mapping[str, Any] | None) -> None:
         """See :meth:`Share.set_scalars`."""
-        self._host_chunks[number].steps[index] = float(values.get("step", 0))
+        step = 0.0 if values is None else self._kernel_rule.step_in(values)
+        self._host_chunks[number].steps[index] = step
 
     def refresh(self, numbers: set[int], params: Sequence[torch.Tensor]) -> None:
         """See :meth:`Share.refresh`; the host's copies of the weights are brought up to date too."""
@@ -265,7 +274,7 @@ class HostShare(Share):
         if self._graph_hypers is not None:
             hypers = [kernels.Hyper() for _ in groups]
             for hyper, group in zip(hypers, groups, strict=True):
-                self.rule.set_hyper(hyper, group)
+                self._kernel_rule.set_hyper(hyper, group)
             self._graph_hypers.write(hypers)
 
     def _set_hypers(self, context: StepContext, phase: int) -> None:
@@ -279,7 +288,7 @@ class HostShare(Share):
         hypers = self._hypers[phase]
         hypers += [kernels.Hyper() for _ in context.groups[len(hypers) :]]
         for hyper, group in zip(hypers, context.groups, strict=True):
-            self.rule.set_hyper(hyper, group)
+            self._kernel_rule.set_hyper(hyper, group)
 
     def _send_controls(self, context: StepContext, phase: int) -> None:
         for source, target in zip((context.grad_scale, context.skip), self._controls[phase].split(1), strict=True):
@@ -314,13 +323,15 @@ class HostShare(Share):
             fields = chunk.state.segment_fields(chunk.state.region)
             weights = _segment_views(chunk.state.chunk, chunk.weights)
             grads = _segment_views(chunk.state.chunk, chunk.grads)
-            assert self.rule.host_algorithm is not None
+            algorithm = self._kernel_rule.host_algorithm
+            assert algorithm is not None
+            # The kernel has two slots for moments, named for Adam; other rules use the first or none.
+            slots = dict(zip(("exp_avg", "exp_avg_sq"), self.rule.moments, strict=False))
             segments = [
                 kernels.Segment(
                     grad=grads[index][1],
                     param=weight,
-                    exp_avg=fields[index]["exp_avg"],
-                    exp_avg_sq=fields[index]["exp_avg_sq"],
+                    **{slot: fields[index][moment] for slot, moment in slots.items()},
                     step=chunk.steps[index],
                     master=fields[index].get("remainder", fields[index].get("master")),
                     hyper=self._hypers[phase][context.group_of[segment.param]],
@@ -333,7 +344,7 @@ class HostShare(Share):
             scale, skip = self._controls[phase].split(1)
             task = kernels.UpdateTask(
                 chunk.label,
-                self.rule.host_algorithm,
+                algorithm,
                 segments,
                 segments[0].hyper or kernels.Hyper(),
                 grad_scale=scale if has_scale else None,
@@ -342,10 +353,24 @@ class HostShare(Share):
             chunk.tasks[key] = task
         return task
 
+    def check_tasks(self) -> None:
+        """Raise :class:`HostTaskError`, naming parameters, if an update that has run by now failed."""
+        for task in self._tasks():
+            check_task(task)
+
+    def clear_failures(self) -> None:
+        """Forget failed updates: all state has been written anew."""
+        for task in self._tasks():
+            task.clear_status()
+
+    def _tasks(self) -> Iterator[kernels.UpdateTask]:
+        for chunk in self._host_chunks:
+            yield from chunk.tasks.values()
+
     @property
     def busy_ns(self) -> int:
         """Nanoseconds that the host kernel has worked, added up."""
-        return sum(task.busy_ns for chunk in self._host_chunks for task in chunk.tasks.values())
+        return sum(task.busy_ns for task in self._tasks())
 
     def settle(self) -> None:
         """See :meth:`Share.settle`."""

@@ -1,4 +1,4 @@
-"""What Adam and AdamW accept."""
+"""What Adam, AdamW and Lion accept."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 def check_hyperparameters(lr: float | torch.Tensor, betas: Any, eps: float, weight_decay: float) -> None:
-    """Raise ValueError, saying which and what is valid, if a hyperparameter of Adam or AdamW is out of range."""
+    """Raise ValueError, saying which and what is valid, if a hyperparameter is out of range."""
     if isinstance(lr, torch.Tensor) and lr.numel() != 1:
         raise ValueError(f"lr has {lr.numel()} elements; a tensor lr must have one.")
     for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):

@@ -7,21 +7,21 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from forebay.optim import layout
+from forebay.engine import get_engine
+from forebay.optim import cost_model, layout
 from forebay.optim.adamw_rule import AdamWRule
 from forebay.optim.chunk_state import region_bytes
 from forebay.optim.host_share import CONTROL_BYTES
 from forebay.optim.layout import Chunk, ParamSpec, Placement
 from forebay.optim.low_precision import STATE_DTYPES
-from forebay.optim.update_rule import UpdateRule
+from forebay.optim.update_rule import KernelRule, UpdateRule
 
 PLACEMENTS = ("auto", "streamed", "host")
 # About 16 Mi elements: a chunk of bf16 parameters has 160 MiB of state, which copies at full speed. Not a power
 # of two, because the host kernel reads several fields that are then this far apart, and streams whose addresses
 # differ by a power of two evict each other from the first-level cache (measured on Zen 4, see docs/log.md).
 DEFAULT_CHUNK_ELEMENTS = 16 * 2**20 - 9 * 1024
-# Copies and host updates run side by side; see docs/log.md for the measurement this share comes from.
-_AUTO_HOST_SHARE = 0.33
+CALIBRATED = "calibrated"
 NUM_STREAM_SLOTS = 3
 
 
@@ -31,7 +31,7 @@ class Options:
 
     offload_fraction: float
     placement: str
-    host_share: float | None
+    host_share: float | str | None
     overlap: bool
     staging_gib: float
     pinned: bool
@@ -46,14 +46,20 @@ class Options:
             )
         if self.placement not in PLACEMENTS:
             raise ValueError(f"unknown placement {self.placement!r}; choose one of {', '.join(PLACEMENTS)}")
-        if self.host_share is not None and not 0.0 <= self.host_share <= 1.0:
+        if isinstance(self.host_share, str):
+            if self.host_share != CALIBRATED:
+                raise ValueError(
+                    f"unknown host_share {self.host_share!r}; give a number between 0.0 and 1.0, or {CALIBRATED!r} to "
+                    "divide by what this machine is measured to do"
+                )
+        elif self.host_share is not None and not 0.0 <= self.host_share <= 1.0:
             raise ValueError(
                 f"host_share must be between 0.0 and 1.0, got {self.host_share}: it is the part of what is offloaded "
                 "that the host updates"
             )
         if self.host_share is not None and self.placement != "auto":
             raise ValueError(
-                f"host_share={self.host_share} divides what is offloaded, which placement={self.placement!r} does too; "
+                f"host_share={self.host_share!r} divides what is offloaded, as placement={self.placement!r} does; "
                 "give one of them"
             )
         if not self.staging_gib >= 0.0:
@@ -61,17 +67,23 @@ class Options:
         if self.chunk_elements < 4096:
             raise ValueError(f"chunk_elements must be at least 4096, got {self.chunk_elements}")
 
-    def host_share_of(self, rule: UpdateRule, device: torch.device) -> float:
-        """Return the share of the offloaded part that is updated on the host when training on ``device``.
+    def host_share_of(self, rule: UpdateRule, device: torch.device, params: Sequence[torch.Tensor]) -> float:
+        """Return the share of the offloaded part of ``params`` that the host updates when training on ``device``.
 
         Raises:
             ValueError: if the host is to update what it has no kernel for.
         """
-        auto = _AUTO_HOST_SHARE if device.type != "cpu" and rule.host_algorithm is not None else 0.0
-        share = {"auto": auto, "streamed": 0.0, "host": 1.0}[self.placement]
-        if self.host_share is not None:
+        has_kernel = isinstance(rule, KernelRule) and rule.host_algorithm is not None
+        if self.host_share is None and self.placement != "auto":
+            share = 1.0 if self.placement == "host" else 0.0
+        elif self.host_share is not None and not isinstance(self.host_share, str):
             share = self.host_share
-        if share > 0 and self.offload_fraction > 0 and rule.host_algorithm is None:
+        elif not has_kernel or (self.host_share is None and device.type == "cpu"):
+            share = 0.0
+        else:
+            rates = cost_model.calibrated(get_engine(device)) if self.host_share == CALIBRATED else cost_model.H200
+            share = cost_model.best_host_share(cost_model.element_bytes(params, rule), rates, overlap=self.overlap)
+        if share > 0 and self.offload_fraction > 0 and not has_kernel:
             raise ValueError(
                 f"{rule.name} has no host kernel, so its state cannot be updated on the host; use "
                 "placement='streamed', which updates it on the device"
@@ -97,7 +109,7 @@ def plan_memory(
     device: torch.device | str = "cuda",
     offload_fraction: float = 0.0,
     placement: str = "auto",
-    host_share: float | None = None,
+    host_share: float | str | None = None,
     overlap: bool = True,
     pinned: bool = True,
     state_dtype: str = "fp32",
@@ -140,10 +152,12 @@ def divide_params(
     params: Sequence[torch.Tensor], options: Options, rule: UpdateRule, device: torch.device, first_param: int
 ) -> list[Chunk]:
     """Divide parameters, the first of which is number ``first_param``, into chunks for training on ``device``."""
-    return layout.divide(
+    chunks = layout.divide(
         [ParamSpec(param.numel(), param.dtype) for param in params],
         offload_fraction=options.offload_fraction,
-        host_share=options.host_share_of(rule, device),
+        host_share=options.host_share_of(rule, device, params),
         chunk_elements=options.chunk_elements,
         first_param=first_param,
     )
+    # Where there is no state (plain SGD on fp32 weights) there is nothing to offload.
+    return [c if region_bytes(c, rule) else dataclasses.replace(c, placement=Placement.DEVICE) for c in chunks]

@@ -45,8 +45,8 @@ class PlacedOptimizer(Optimizer):
         """Return the rule by which state is updated on ``device``."""
         raise NotImplementedError
 
-    def _check_hyperparameters(self, group: Mapping[str, Any]) -> None:
-        """Raise ValueError for a group with values out of range."""
+    def _check_hyperparameters(self, group: dict[str, Any]) -> None:
+        """Raise ValueError for a group with values out of range; add what it does not set and ``defaults`` lacks."""
         raise NotImplementedError
 
     def _arguments(self) -> dict[str, Any]:
@@ -77,7 +77,7 @@ class PlacedOptimizer(Optimizer):
         if self._placed is not None and self._placed.params:
             self.allocate()
 
-    def _check_group(self, group: Mapping[str, Any]) -> None:
+    def _check_group(self, group: dict[str, Any]) -> None:
         self._check_hyperparameters(group)
         device = self.param_groups[0]["params"][0].device if self.param_groups[0]["params"] else None
         for name, param in self._named([group]):
@@ -130,7 +130,8 @@ class PlacedOptimizer(Optimizer):
             What the closure returned, or None.
 
         Raises:
-            HostTaskError: if a host update of an earlier step failed.
+            HostTaskError: if a host update of an earlier step failed; so will all later steps, until the model's
+                and the optimizer's state have been loaded again.
             RuntimeError, ValueError: if a CUDA graph is being captured that cannot hold this step.
         """
         loss = None
@@ -139,7 +140,6 @@ class PlacedOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self.engine.check_tasks()
         # Frozen parameters have no state until the day they get a gradient.
         self._allocate_where(lambda param: param.requires_grad or param.grad is not None)
         # Weights that no forward has asked for since the last step are read and written below.
@@ -221,8 +221,13 @@ class PlacedOptimizer(Optimizer):
         self.placed.gates.attach(model)
 
     def synchronize(self) -> None:
-        """Let what the current stream does next see all updates enqueued so far. Does not block Python."""
+        """Let what the current stream does next see all updates enqueued so far. Does not block Python.
+
+        Raises:
+            HostTaskError: if a host update that has run by now failed.
+        """
         self.placed.gates.open_all()
+        self.placed.check_tasks()
 
     def join(self) -> None:
         """Let the current stream wait for all transfers and host updates enqueued so far. Does not block Python.
@@ -248,7 +253,7 @@ class PlacedOptimizer(Optimizer):
             RuntimeError: if no step was captured, or parameters were added since.
             ValueError: if another hyperparameter has changed since the capture.
         """
-        self.engine.check_tasks()
+        self.placed.check_tasks()
         if self.engine.capturing:
             raise RuntimeError("refresh_hyperparameters() comes before a launch of a CUDA graph, not into a capture")
         self._take_external_writes()
@@ -282,6 +287,9 @@ class PlacedOptimizer(Optimizer):
         """Return the state in torch's schema, on the CPU, whatever the placement.
 
         A bf16 parameter has ``master_remainder`` and ``master_checksum`` besides; other optimizers ignore them.
+
+        Raises:
+            HostTaskError: if a host update failed, since when the state may be half updated.
         """
         for pre_hook in self._optimizer_state_dict_pre_hooks.values():
             pre_hook(self)
@@ -296,7 +304,8 @@ class PlacedOptimizer(Optimizer):
         """Load what :meth:`state_dict` of any placement, or of the torch optimizer, returned.
 
         Masters are taken from it where they belong to the weights the model has at the next step; otherwise,
-        and where it has none, they are the weights.
+        and where it has none, they are the weights. All state is written anew, so an optimizer one of whose host
+        updates failed can go on, once the model's weights have been loaded too.
 
         Raises:
             ValueError: if the groups or shapes differ from this optimizer's; the message names the first.

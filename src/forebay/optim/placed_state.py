@@ -245,7 +245,10 @@ class PlacedState:
 
     def _check_capturable(self) -> None:
         if not self.rule.is_capturable:
-            raise ValueError(f"a step of {self.rule.name} cannot be captured in a CUDA graph; leave step() out of it")
+            raise ValueError(
+                f"a step of {self.rule.name} cannot be captured in a CUDA graph, only one of AdamW; leave step() out "
+                "of the capture"
+            )
         if not self.options.pinned and any(chunk for share in (self._streamed, self._host) for chunk in share.chunks):
             raise ValueError("pinned=False: a CUDA graph needs pinned host memory for its copies; use pinned=True")
         if self._num_steps == 0:
@@ -328,6 +331,14 @@ class PlacedState:
         self.gates.open_all()
         for share in self.shares.values():
             share.settle()
+
+    def check_tasks(self) -> None:
+        """Raise :class:`HostTaskError`, naming parameters, if a host update that has run by now failed."""
+        self._host.check_tasks()
+
+    def clear_failures(self) -> None:
+        """Forget failed host updates: all state has been written anew."""
+        self._host.clear_failures()
 
     @property
     def host_busy_ns(self) -> int:

@@ -46,11 +46,15 @@ class Share(abc.ABC):
     def settle(self) -> None:
         """Block until ``region`` of every chunk is current and may be read and written by Python."""
 
+    def kept(self, number: int, index: int) -> tuple[str, ...] | None:
+        """Return which moments segment ``index`` of chunk ``number`` has; see :class:`UpdateRule`."""
+        return self.rule.kept(self.chunks[number].first_row + index)
+
     def scalars(self, number: int, index: int) -> dict[str, Any]:
         """Return what segment ``index`` of chunk ``number`` has beside its fields; see :class:`UpdateRule`."""
         return self.rule.scalars(self.chunks[number].first_row + index)
 
-    def set_scalars(self, number: int, index: int, values: Mapping[str, Any]) -> None:
+    def set_scalars(self, number: int, index: int, values: Mapping[str, Any] | None) -> None:
         """Set what :meth:`scalars` returns; see :class:`UpdateRule`."""
         self.rule.set_scalars(self.chunks[number].first_row + index, values)
 
@@ -66,9 +70,9 @@ class Share(abc.ABC):
         self, chunks: Sequence[Chunk], slabs: list[Buffer], params: Sequence[torch.Tensor], *, pinned: bool
     ) -> list[ChunkState]:
         """Carve the regions of ``chunks`` from one new slab, which is appended to ``slabs``."""
-        num_bytes = sum(region_bytes(chunk, self.rule) for chunk in chunks)
-        if num_bytes == 0:
+        if not chunks:
             return []
+        num_bytes = sum(region_bytes(chunk, self.rule) for chunk in chunks)
         slab = self.engine.empty_host(num_bytes, "optimizer_state", pinned=pinned)
         slabs.append(slab)
         states, start = [], 0

@@ -42,10 +42,6 @@ class _Piece:
     fields: dict[str, torch.Tensor]
     on_host: bool
 
-    @property
-    def scalars(self) -> dict[str, Any]:
-        return self.share.scalars(self.chunk, self.index)
-
 
 def _pieces(optimizer: PlacedOptimizer, only: int | None = None) -> list[list[_Piece]]:
     """Return the pieces of each parameter's state, in order, all current and readable by Python.
@@ -68,21 +64,24 @@ def _pieces(optimizer: PlacedOptimizer, only: int | None = None) -> list[list[_P
     return pieces
 
 
-def _gather(pieces: list[_Piece], name: str, shape: torch.Size) -> torch.Tensor | None:
+def check_intact(optimizer: PlacedOptimizer) -> None:
+    """Wait for all updates, and raise :class:`HostTaskError` if one failed: what it left must not be saved."""
+    optimizer.placed.settle()
+    optimizer.placed.check_tasks()
+
+
+def _gather(pieces: list[_Piece], name: str, shape: torch.Size) -> torch.Tensor:
     parts = [
         piece.fields[name] if name in MASTER_FIELDS else piece.share.rule.read_moment(piece.fields, name)
         for piece in pieces
     ]
     first = parts[0]
-    if first is None:
-        return None
     if len(pieces) == 1 and pieces[0].on_host:
         # As in torch, a reference to live state, not a copy: a second copy of all state might not fit the host.
         # Going through numpy, as bytes, gives it a storage of its own, or torch.save would write the whole slab.
         return torch.from_numpy(first.view(torch.uint8).numpy()).view(first.dtype).view(shape)
     whole = torch.empty(shape, dtype=first.dtype)
     for piece, part in zip(pieces, parts, strict=True):
-        assert part is not None
         whole.view(-1)[piece.segment.start : piece.segment.stop].copy_(part)
     return whole
 
@@ -93,12 +92,11 @@ def _checksum(weight: torch.Tensor) -> int:
 
 def _param_state(param: torch.Tensor, pieces: list[_Piece]) -> dict[str, Any]:
     """Return one parameter's entry; empty if it has never been updated."""
-    rule = pieces[0].share.rule if pieces else None
-    entry = pieces[0].scalars if pieces else {}
-    moments = {name: _gather(pieces, name, param.shape) for name in rule.moments} if rule and entry else {}
-    entry.update((name, value) for name, value in moments.items() if value is not None)
-    if not entry:
+    kept = pieces[0].share.kept(pieces[0].chunk, pieces[0].index) if pieces else None
+    if kept is None:
         return {}
+    entry = pieces[0].share.scalars(pieces[0].chunk, pieces[0].index)
+    entry.update((name, _gather(pieces, name, param.shape)) for name in kept)
     if "remainder" in pieces[0].fields:
         entry["master_remainder"] = _gather(pieces, "remainder", param.shape)
         entry["master_checksum"] = torch.tensor(_checksum(param))
@@ -115,6 +113,7 @@ class LazyState(Mapping[torch.Tensor, dict[str, Any]]):
 
     def __getitem__(self, param: torch.Tensor) -> dict[str, Any]:
         number = self._optimizer.placed.numbers[param]
+        check_intact(self._optimizer)
         return _param_state(param, _pieces(self._optimizer, only=number)[number])
 
     def __iter__(self) -> Iterator[torch.Tensor]:
@@ -145,6 +144,7 @@ def save(optimizer: PlacedOptimizer) -> dict[str, Any]:
     state: dict[int, dict[str, Any]] = {}
     numbers = optimizer.placed.numbers
     if numbers:
+        check_intact(optimizer)
         optimizer._take_external_writes()
         pieces = _pieces(optimizer)
         for index, param in enumerate(_in_group_order(optimizer)):
@@ -166,7 +166,11 @@ def load(optimizer: PlacedOptimizer, state_dict: Mapping[str, Any]) -> None:
         )
     params = _in_group_order(optimizer)
     saved_ids = [number for group in saved_groups for number in group["params"]]
-    entries = {param: state_dict["state"].get(number, {}) for param, number in zip(params, saved_ids, strict=True)}
+    # Some classes have None for a moment that is not there yet.
+    entries = {
+        param: {name: value for name, value in state_dict["state"].get(number, {}).items() if value is not None}
+        for param, number in zip(params, saved_ids, strict=True)
+    }
     _check_shapes(optimizer, entries)
     for group, saved in zip(groups, saved_groups, strict=True):
         group.update({key: value for key, value in saved.items() if key not in ("params", "param_names")})
@@ -176,11 +180,11 @@ def load(optimizer: PlacedOptimizer, state_dict: Mapping[str, Any]) -> None:
     optimizer._pending_masters.clear()
     for param, number in optimizer.placed.numbers.items():
         entry = entries[param]
+        own = {name: value for name, value in entry.items() if name not in _MASTER_ENTRIES}
         for piece in pieces[number]:
-            own = {name: value for name, value in entry.items() if name not in _MASTER_ENTRIES}
-            piece.share.set_scalars(piece.chunk, piece.index, own)
+            piece.share.set_scalars(piece.chunk, piece.index, own if entry else None)
             for name in rule.moments:
-                part = entry[name].reshape(-1)[piece.segment.start : piece.segment.stop] if name in entry else None
+                part = own[name].reshape(-1)[piece.segment.start : piece.segment.stop] if name in own else None
                 rule.write_moment(piece.fields, name, part)
         if "master_remainder" in entry and "remainder" in pieces[number][0].fields:
             checksum = int(entry["master_checksum"])
@@ -193,6 +197,7 @@ def load(optimizer: PlacedOptimizer, state_dict: Mapping[str, Any]) -> None:
             optimizer._pending_masters[param] = SavedMaster(master=entry["master_param"])
     # Until the saved masters turn out to belong to the weights, the weights are the masters.
     optimizer.refresh_masters()
+    optimizer.placed.clear_failures()
 
 
 def _shares_memory(left: torch.Tensor, right: torch.Tensor) -> bool:

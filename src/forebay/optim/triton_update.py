@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 import triton
@@ -73,6 +72,36 @@ def _store_moment(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def load_master(weight_ptr, low_ptr, index, inside, MASTER: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return the fp32 value of weights; see :func:`master_of`."""
+    if MASTER == 1:
+        upper = tl.load(weight_ptr + index, inside, other=0).to(tl.int16, bitcast=True).to(tl.int32)
+        value = ((upper << 16) + tl.load(low_ptr + index, inside, other=0).to(tl.int32)).to(tl.float32, bitcast=True)
+    elif MASTER == 2:
+        value = tl.load(low_ptr + index, inside, other=0)
+    else:
+        value = tl.load(weight_ptr + index, inside, other=0)
+    return value
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def store_master(weight_ptr, low_ptr, index, inside, value, MASTER: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Store the fp32 value of weights as weight and master."""
+    if MASTER == 1:
+        bits = value.to(tl.int32, bitcast=True)
+        nan = value != value
+        rounded = (bits + 0x8000) >> 16
+        low = tl.where(nan, 0, bits - (rounded << 16))
+        rounded = tl.where(nan, (bits >> 16) | 0x40, rounded)
+        tl.store(weight_ptr + index, rounded.to(tl.int16).to(tl.bfloat16, bitcast=True), inside)
+        tl.store(low_ptr + index, low.to(tl.int16), inside)
+    else:
+        if MASTER == 2:
+            tl.store(low_ptr + index, value, inside)
+        tl.store(weight_ptr + index, value.to(weight_ptr.dtype.element_ty), inside)
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def _adamw_kernel(  # type: ignore[no-untyped-def]
     weight_ptr,
     grad_ptr,
@@ -91,7 +120,7 @@ def _adamw_kernel(  # type: ignore[no-untyped-def]
     beta2,
     beta2_complement,
     eps,
-    MASTER: tl.constexpr,  # 0 none, 1 remainder, 2 fp32
+    MASTER: tl.constexpr,  # see master_of
     FROM_GRAD: tl.constexpr,
     SCALE: tl.constexpr,
     SKIP: tl.constexpr,
@@ -105,7 +134,7 @@ def _adamw_kernel(  # type: ignore[no-untyped-def]
             return
     decay = tl.load(row_ptr)
     step_size = tl.load(row_ptr + 1)
-    sqrt_correction2 = tl.load(row_ptr + 2)
+    inverse_sqrt_correction2 = tl.load(row_ptr + 2)
     block = tl.program_id(0).to(tl.int64) * NUM_ROWS + tl.arange(0, NUM_ROWS)
     block_inside = block * STATE_BLOCK < num_elements
     index = block[:, None] * STATE_BLOCK + tl.arange(0, STATE_BLOCK)[None, :]
@@ -117,18 +146,12 @@ def _adamw_kernel(  # type: ignore[no-untyped-def]
         grad = -grad
     exp_avg = _load_moment(exp_avg_ptr, exp_avg_scale_ptr, index, inside, block, block_inside, MOMENT, True)
     exp_avg_sq = _load_moment(exp_avg_sq_ptr, exp_avg_sq_scale_ptr, index, inside, block, block_inside, MOMENT, False)
-    if MASTER == 1:
-        upper = tl.load(weight_ptr + index, inside, other=0).to(tl.int16, bitcast=True).to(tl.int32)
-        value = ((upper << 16) + tl.load(low_ptr + index, inside, other=0).to(tl.int32)).to(tl.float32, bitcast=True)
-    elif MASTER == 2:
-        value = tl.load(low_ptr + index, inside, other=0)
-    else:
-        value = tl.load(weight_ptr + index, inside, other=0)
+    value = load_master(weight_ptr, low_ptr, index, inside, MASTER)
     value = value * decay
     difference = (grad - exp_avg) * lerp_weight
     exp_avg = (grad if FROM_GRAD else exp_avg) + difference
     exp_avg_sq = exp_avg_sq * beta2 + (grad * beta2_complement) * grad
-    denominator = tl.div_rn(tl.sqrt_rn(exp_avg_sq), sqrt_correction2) + eps
+    denominator = tl.sqrt_rn(exp_avg_sq) * inverse_sqrt_correction2 + eps
     value = value - tl.div_rn(step_size * exp_avg, denominator)
     bits = index.to(tl.uint32)
     if MOMENT > 0:
@@ -146,18 +169,14 @@ def _adamw_kernel(  # type: ignore[no-untyped-def]
         MOMENT,
         False,
     )
-    if MASTER == 1:
-        bits = value.to(tl.int32, bitcast=True)
-        nan = value != value
-        rounded = (bits + 0x8000) >> 16
-        low = tl.where(nan, 0, bits - (rounded << 16))
-        rounded = tl.where(nan, (bits >> 16) | 0x40, rounded)
-        tl.store(weight_ptr + index, rounded.to(tl.int16).to(tl.bfloat16, bitcast=True), inside)
-        tl.store(low_ptr + index, low.to(tl.int16), inside)
-    else:
-        if MASTER == 2:
-            tl.store(low_ptr + index, value, inside)
-        tl.store(weight_ptr + index, value.to(weight_ptr.dtype.element_ty), inside)
+    store_master(weight_ptr, low_ptr, index, inside, value, MASTER)
+
+
+def master_of(fields: Mapping[str, torch.Tensor], weight: torch.Tensor) -> tuple[int, torch.Tensor]:
+    """Return ``MASTER`` (0 none, 1 remainder, 2 fp32) and what holds it, or where there is none, any tensor."""
+    if "remainder" in fields:
+        return 1, fields["remainder"]
+    return (2, fields["master"]) if "master" in fields else (0, weight)
 
 
 def adamw(
@@ -171,8 +190,7 @@ def adamw(
     noise: Noise | None = None,
 ) -> None:
     """Update one segment in place; see :func:`forebay.optim.device_update.adamw`."""
-    low: Any = fields.get("remainder", fields.get("master"))
-    kind = 1 if "remainder" in fields else 2 if "master" in fields else 0
+    kind, low = master_of(fields, weight)
     num_elements = weight.numel()
     from_grad, lerp_weight = lerp_constants(values.beta1)
     _adamw_kernel[(triton.cdiv(num_elements, _NUM_ROWS * _STATE_BLOCK),)](
@@ -180,7 +198,7 @@ def adamw(
         grad,
         fields["exp_avg"],
         fields["exp_avg_sq"],
-        low if low is not None else weight,
+        low,
         fields.get("exp_avg" + SCALE, row),
         fields.get("exp_avg_sq" + SCALE, row),
         row,

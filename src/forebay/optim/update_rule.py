@@ -85,13 +85,11 @@ class UpdateRule(abc.ABC):
 
     Attributes:
         name: of the optimizer, for messages.
-        host_algorithm: the host kernel that does the same update; None if there is none.
         needs_all_moments: whether a state dict must have all :attr:`moments` for a parameter it has.
         is_capturable: whether a step can go into a CUDA graph.
     """
 
     name: str
-    host_algorithm: kernels.Algorithm | None = None
     needs_all_moments: bool = False
     is_capturable: bool = False
 
@@ -122,10 +120,6 @@ class UpdateRule(abc.ABC):
         """
         raise AssertionError(f"{self.name} is not capturable")
 
-    def set_hyper(self, hyper: kernels.Hyper, group: Mapping[str, Any]) -> None:
-        """Write a group's hyperparameters to where the host kernel reads them."""
-        raise AssertionError(f"{self.name} has no host kernel")
-
     # What a state dict has
 
     @property
@@ -134,16 +128,25 @@ class UpdateRule(abc.ABC):
         """Names of the state tensors, shaped like the parameter, in a state dict."""
 
     @abc.abstractmethod
-    def scalars(self, row: int) -> dict[str, Any]:
-        """Return what a segment has beside its fields, such as ``step``; empty if it was never updated."""
+    def kept(self, row: int) -> tuple[str, ...] | None:
+        """Return which of the moments a segment has; None if it was never updated."""
 
     @abc.abstractmethod
-    def set_scalars(self, row: int, values: Mapping[str, Any]) -> None:
-        """Set what :meth:`scalars` returns, and which moments there are: the keys of ``values``."""
+    def scalars(self, row: int) -> dict[str, Any]:
+        """Return what a segment has beside its fields, such as ``step``."""
 
-    def read_moment(self, fields: Mapping[str, torch.Tensor], name: str) -> torch.Tensor | None:
-        """Return a moment of a segment, live where it is stored as it is, or None if it has none."""
-        return fields.get(name)
+    @abc.abstractmethod
+    def set_scalars(self, row: int, values: Mapping[str, Any] | None) -> None:
+        """Set what :meth:`scalars` and :meth:`kept` return.
+
+        Args:
+            row: the segment's number.
+            values: the parameter's entry of a state dict, moments included; None if it was never updated.
+        """
+
+    def read_moment(self, fields: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
+        """Return a moment of a segment, live where it is stored as it is."""
+        return fields[name]
 
     def write_moment(self, fields: Mapping[str, torch.Tensor], name: str, values: torch.Tensor | None) -> None:
         """Store a moment of a segment; None for zero."""
@@ -151,3 +154,44 @@ class UpdateRule(abc.ABC):
             fields[name].zero_()
         else:
             fields[name].copy_(values)
+
+
+class KernelRule(UpdateRule):
+    """A rule with arithmetic of forebay's own, the same on the device and in the host kernel.
+
+    All that a segment has beside its fields is the number of its updates.
+
+    Attributes:
+        host_algorithm: the host kernel; None if the state is of a kind that it does not take.
+    """
+
+    host_algorithm: kernels.Algorithm | None
+
+    @abc.abstractmethod
+    def set_hyper(self, hyper: kernels.Hyper, group: Mapping[str, Any]) -> None:
+        """Write a group's hyperparameters to where the host kernel reads them."""
+
+    @property
+    @abc.abstractmethod
+    def steps(self) -> torch.Tensor:
+        """The number of updates of each segment, by row, fp32 on the device."""
+
+    @abc.abstractmethod
+    def entry_of(self, step: torch.Tensor) -> dict[str, Any]:
+        """Return what a state dict says of a segment with so many updates, beside its moments."""
+
+    @abc.abstractmethod
+    def step_in(self, entry: Mapping[str, Any]) -> float:
+        """Return the number of updates that an entry of a state dict stands for."""
+
+    def kept(self, row: int) -> tuple[str, ...] | None:
+        """See :meth:`UpdateRule.kept`."""
+        return self.moments if self.steps[row] != 0 else None
+
+    def scalars(self, row: int) -> dict[str, Any]:
+        """See :meth:`UpdateRule.scalars`."""
+        return self.entry_of(self.steps[row].cpu())
+
+    def set_scalars(self, row: int, values: Mapping[str, Any] | None) -> None:
+        """See :meth:`UpdateRule.set_scalars`."""
+        self.steps[row] = 0.0 if values is None else self.step_in(values)

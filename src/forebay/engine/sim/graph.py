@@ -138,6 +138,8 @@ class SimGraph:
             result: Any = tuple(written[: len(schema.returns)])
             result = None if not schema.returns else result[0] if len(schema.returns) == 1 else result
             fresh: list[torch.Tensor] = []
+            if "_foreach_" in label:
+                torch.autograd.graph.increment_version(written)  # as WatchMode does, and why
         else:
             # Its values come from memory that holds nothing yet. What counts are shape and place.
             with _disable_current_modes():

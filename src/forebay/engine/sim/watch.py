@@ -34,6 +34,10 @@ class WatchMode(TorchDispatchMode):
             for tensor, is_write in touched:
                 self._report(tensor, is_write, label)
         result = func(*args, **kwargs)
+        if "_foreach_" in label:
+            # Under a dispatch mode torch does not count the writes of these (2.13), so what was changed by them, such
+            # as gradients by clip_grad_norm_, would look unchanged.
+            torch.autograd.graph.increment_version([tensor for tensor, is_write in touched if is_write])
         # A fresh result is written by this operation; one that aliases an input was reported above.
         if not is_view(func._schema):
             inputs = {t.untyped_storage()._cdata for t, _ in touched}
