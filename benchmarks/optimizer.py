@@ -359,7 +359,7 @@ def main() -> None:
             "num_steps": arguments.num_steps,
         }
         result = run_apart(__file__, ["--one", json.dumps(request)], timeout_s=arguments.timeout_s)
-        row |= {"status": result["status"]} | result
+        row |= {"status": result["status"], "ratio": ""} | result
         add_row(rows, row | environment())
         print(f"{title}  {_shown(rows[-1])}", flush=True)
         write_csv(arguments.output, rows)

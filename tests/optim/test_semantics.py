@@ -12,14 +12,13 @@ import pickle
 
 import pytest
 import torch
-from semantics import DTYPES, SCRIPTS, Case, expected, finish, steps
-from tiny import assert_bitwise, build, weights
+from semantics import DTYPES, SCRIPTS, Case, break_update, expected, finish, steps
+from tiny import assert_bitwise, batch, build, weights
 
 import forebay
-from forebay.engine import HostTaskError
+from forebay.engine import HostTaskError, Lane
 from forebay.engine.sim import RaceError, SimEngine
 from forebay.host import kernels
-from forebay.optim.layout import Placement
 
 SEEDS = range(50)
 CHUNK = 4096
@@ -79,24 +78,6 @@ def test_without_synchronize_a_read_is_a_race():
         read_too_early()
 
 
-def break_update(optimizer, number):
-    """Let the coming updates of a host chunk fail, noticed by the kernel; return how to mend them, and its label."""
-    chunk = optimizer.placed.shares[Placement.HOST]._host_chunks[number]
-    whole = {task: list(task._segments) for task in chunk.tasks.values()}
-    for task in whole:
-        if task.function_address:
-            task._c_segments[0].grad = None
-        else:
-            task._segments[0] = None
-
-    def mend():
-        for task, segments in whole.items():
-            task._segments[:] = segments
-            task.set_segment(0, segments[0])
-
-    return mend, chunk.label
-
-
 class TestFailedHostUpdate:
     def start(self, seed, engine=None):
         engine = engine or SimEngine(seed)
@@ -154,6 +135,12 @@ class TestFailedHostUpdate:
         steps(model, optimizer, range(2, 5))
         assert_bitwise(weights(model), expected)
         optimizer.engine.synchronize()
+
+    def test_the_next_forward_of_an_attached_model_raises(self):
+        model, optimizer, *_ = self.fail(1)
+        optimizer.engine.record(Lane.HOST).synchronize()
+        with pytest.raises(HostTaskError, match="reload the last checkpoint"):
+            model(batch(3))
 
     def test_loading_only_the_model_is_not(self):
         model, optimizer, saved, mend, _ = self.fail(0)

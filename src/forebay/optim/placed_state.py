@@ -63,7 +63,7 @@ class PlacedState:
         self.options = options
         self.rule = rule
         # The hooks are held by the model and must not keep the state alive.
-        self.gates = Gates(engine, _weak(self.tick))
+        self.gates = Gates(engine, _weak(self.tick), _weak(self.check_tasks))
         self.params: list[torch.Tensor] = []
         self.numbers: dict[torch.Tensor, int] = {}
         self._tracked: list[_Tracked] = []
@@ -359,12 +359,12 @@ class _GradHook:
             state.after_gradient(self._number)
 
 
-def _weak(tick: Callable[[int], object]) -> Callable[[int], object]:
-    reference = weakref.WeakMethod(tick)
+def _weak(method: Callable[..., object]) -> Callable[..., object]:
+    reference = weakref.WeakMethod(method)
 
-    def call(key: int) -> object:
+    def call(*args: Any) -> object:
         target = reference()
-        return target(key) if target is not None else None
+        return target(*args) if target is not None else None
 
     return call
 
