@@ -41,10 +41,12 @@ def _loop(model: torch.nn.Module, num_micro: int, update: Callable[[], Any]) -> 
     return step
 
 
-def forebay(num_micro: int, **options: Any) -> tuple[Step, Callable[[], dict[str, Any]]]:
-    """Train with forebay.AdamW."""
+def forebay(num_micro: int, graph: bool | str = False, **options: Any) -> tuple[Step, Callable[[], dict[str, Any]]]:
+    """Train with forebay.AdamW; ``graph`` launches whole steps as a CUDA graph, see :func:`_graphed`."""
     from forebay import AdamW
 
+    if graph:
+        torch.cuda.set_stream(torch.cuda.Stream())  # the default stream cannot be captured
     model = llama_1b()
     optimizer = AdamW(model.parameters(), **ADAM, **options)
     optimizer.attach(model)
@@ -59,9 +61,61 @@ def forebay(num_micro: int, **options: Any) -> tuple[Step, Callable[[], dict[str
         ledger = optimizer.engine.ledger
         host = ledger.num_bytes("pinned") + ledger.num_bytes("pageable")
         num_params = sum(param.numel() for param in model.parameters())
-        return {"host_gib": host / GIB, "host_bytes_per_param": host / num_params}
+        return {"host_gib": host / GIB, "host_bytes_per_param": host / num_params} | peak
 
+    peak: dict[str, float] = {}
+    if graph:
+        return _graphed(model, optimizer, num_micro, peak, is_rotated=graph != "plain"), extra
     return _loop(model, num_micro, update), extra
+
+
+def _graphed(
+    model: torch.nn.Module, optimizer: Any, num_micro: int, peak: dict[str, float], *, is_rotated: bool
+) -> Step:
+    """Capture a step in a CUDA graph and return what launches it.
+
+    Rotated, a launch updates with the gradients that are there and runs the next forward and backward, so that its
+    transfers have these to hide under. Otherwise it runs forward, backward and the update, and ends when all is done.
+    ``peak`` receives the memory that the capture used: a launch allocates nothing.
+    """
+    data = batches(4 * num_micro, MICRO_BATCH, SEQ_LENGTH)
+    tokens = [torch.empty_like(data[0]) for _ in range(num_micro)]
+
+    def feed(index: int) -> None:
+        for micro, own in enumerate(tokens):
+            own.copy_(data[(index * num_micro + micro) % len(data)])
+
+    def backward() -> None:
+        for own in tokens:
+            (model(input_ids=own, labels=own).loss / num_micro).backward()
+
+    def update() -> None:
+        optimizer.clip_grad_norm_(MAX_NORM)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=not is_rotated)
+
+    for index in range(4):
+        feed(index)
+        backward()
+        update()
+    feed(4)
+    if is_rotated:
+        backward()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
+        for part in (update, backward) if is_rotated else (backward, update):
+            part()
+        optimizer.join()
+    peak |= {"peak_gib": torch.cuda.max_memory_allocated() / GIB}
+
+    def step(index: int) -> None:
+        feed(index + 5)
+        optimizer.refresh_hyperparameters()
+        graph.replay()
+
+    return step
 
 
 def plain(num_micro: int) -> tuple[Step, None]:

@@ -34,8 +34,16 @@ class Lane(enum.Enum):
     HOST = "host"
     UP = "up"
 
+    # Lanes are keys in every engine call, and the hash of enum members is Python code.
+    __hash__ = object.__hash__
+
 
 SIDE_LANES = (Lane.DOWN, Lane.HOST, Lane.UP)
+
+PYTHON_TASK_IN_GRAPH = (
+    "host task {!r} is Python code, which a CUDA graph cannot hold; capture a step of forebay.AdamW with the native "
+    "host kernels (kernels.backend() is not 'torch') or with placement='streamed'"
+)
 
 
 class Event(Protocol):
@@ -110,18 +118,19 @@ class TaskLog:
 
     def __init__(self) -> None:
         self._tasks: dict[int, HostTask] = {}
+        self._captured: dict[int, HostTask] = {}
 
-    def add(self, task: HostTask) -> None:
-        """Remember ``task`` (once, however often it is enqueued)."""
-        self._tasks[id(task)] = task
+    def add(self, task: HostTask, *, captured: bool = False) -> None:
+        """Remember ``task`` (once, however often it is enqueued); for good if a graph may run it at any time."""
+        (self._captured if captured else self._tasks)[id(task)] = task
 
     def check(self) -> None:
         """Raise :class:`HostTaskError` for the first task that failed."""
-        for task in self._tasks.values():
+        for task in (*self._tasks.values(), *self._captured.values()):
             check_task(task)
 
     def clear(self) -> None:
-        """Forget all tasks; call only when every lane is idle."""
+        """Forget all tasks but those of graphs; call only when every lane is idle."""
         self._tasks.clear()
 
 
@@ -163,6 +172,17 @@ class Engine(abc.ABC):
     device: torch.device
     ledger: Ledger
 
+    @property
+    @abc.abstractmethod
+    def capturing(self) -> bool:
+        """Whether what is enqueued now goes into a graph instead of being carried out.
+
+        While it does, waits for events recorded before are left out, no event may be asked for or waited for in
+        Python, and no host memory can be allocated. A launch of the graph comes after everything enqueued on the
+        compute lane, the launch before included, and before what is enqueued there later. To later work on a side
+        lane, an event recorded in the capture stands for all launches so far.
+        """
+
     @abc.abstractmethod
     def record(self, lane: Lane) -> Event:
         """Return an event that passes when all work enqueued on ``lane`` so far has finished."""
@@ -170,6 +190,15 @@ class Engine(abc.ABC):
     @abc.abstractmethod
     def wait(self, lane: Lane, event: Event) -> None:
         """Let work enqueued on ``lane`` from now on start only after ``event``. Never blocks Python."""
+
+    def join(self) -> None:
+        """Let the compute lane wait for all work enqueued on the side lanes so far.
+
+        The last call in a capture: what is not joined to the compute lane cannot be part of a graph. And the last
+        one before a launch that follows work outside of the graph, which the launch would not wait for otherwise.
+        """
+        for lane in SIDE_LANES:
+            self.wait(Lane.COMPUTE, self.record(lane))
 
     @abc.abstractmethod
     def copy(self, lane: Lane, destination: torch.Tensor, source: torch.Tensor, *, speculative: bool = False) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,6 +29,7 @@ class AdamWRule(KernelRule):
 
     name = "AdamW"
     needs_all_moments = True
+    is_capturable = True
 
     def __init__(self, device: torch.device, state_dtype: str = "fp32") -> None:
         self._state_dtype = state_dtype
@@ -36,6 +37,7 @@ class AdamWRule(KernelRule):
         self._segments: list[Segment] = []
         self._scalars = StepScalars(device, stochastic=state_dtype != "fp32")
         self._values: list[GroupValues] = []
+        self._captured_values: list[GroupValues] = []
 
     def fields(self, param_dtype: torch.dtype) -> dict[str, Field]:
         """See :meth:`UpdateRule.fields`."""
@@ -54,15 +56,38 @@ class AdamWRule(KernelRule):
 
     def begin_step(self, context: StepContext) -> bool:
         """See :meth:`UpdateRule.begin_step`."""
-        self._values = [_group_values(group) for group in context.groups]
+        if context.capturing:
+            # The graph reads lr and weight_decay from where before_launch writes them; reading a tensor lr here would
+            # wait for the device.
+            self._values = [_group_values(group | {"lr": 0.0, "weight_decay": 0.0}) for group in context.groups]
+            self._captured_values = self._values
+        else:
+            self._values = [_group_values(group) for group in context.groups]
         if self._segments:
-            self._scalars.advance([self._row_inputs(segment, context) for segment in self._segments], context.skip)
+            inputs = [
+                (*self._row_inputs(segment, context.group_of), float(context.grads[segment.param] is not None))
+                for segment in self._segments
+            ]
+            self._scalars.advance(inputs, context.skip, capturing=context.capturing)
         return True
 
-    def _row_inputs(self, segment: Segment, context: StepContext) -> tuple[float, ...]:
-        values = self._values[context.group_of[segment.param]]
-        active = float(context.grads[segment.param] is not None)
-        return values.lr, values.weight_decay, values.beta1, values.beta2, active
+    def _row_inputs(self, segment: Segment, group_of: Sequence[int]) -> tuple[float, ...]:
+        values = self._values[group_of[segment.param]]
+        return values.lr, values.weight_decay, values.beta1, values.beta2
+
+    def before_launch(self, groups: Sequence[Mapping[str, Any]], group_of: Sequence[int]) -> None:
+        """See :meth:`UpdateRule.before_launch`."""
+        self._values = [_group_values(group) for group in groups]
+        for number, (captured, values) in enumerate(zip(self._captured_values, self._values, strict=True)):
+            for name in ("beta1", "beta2", "eps", "maximize"):
+                if getattr(captured, name) != getattr(values, name):
+                    raise ValueError(
+                        f"{name} of group {number} was {getattr(captured, name)} when the step was captured and is "
+                        f"{getattr(values, name)} now; lr and weight_decay may change between launches of a graph, for "
+                        "others capture the step again"
+                    )
+        if self._segments:
+            self._scalars.before_launch([self._row_inputs(segment, group_of) for segment in self._segments])
 
     def update(self, state: ChunkState, region: torch.Tensor, context: StepContext, engine: Engine) -> None:
         """See :meth:`UpdateRule.update`."""

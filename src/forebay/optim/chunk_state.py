@@ -7,6 +7,7 @@ moves all of a chunk's state. The same layout serves a region on either tier.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 
 import torch
@@ -41,16 +42,22 @@ class ChunkState:
 
     def segment_fields(self, region: torch.Tensor) -> list[dict[str, torch.Tensor]]:
         """Return, for each segment, views of its fields in a region laid out like this chunk's."""
-        views: list[dict[str, torch.Tensor]] = [{} for _ in self.chunk.segments]
+        return [
+            {name: region[start:end].view(dtype) for name, dtype, start, end in ranges} for ranges in self._byte_ranges
+        ]
+
+    @functools.cached_property
+    def _byte_ranges(self) -> list[list[tuple[str, torch.dtype, int, int]]]:
+        """For each segment, where its fields lie in a region; worked out once, since views are made in every step."""
+        all_ranges: list[list[tuple[str, torch.dtype, int, int]]] = [[] for _ in self.chunk.segments]
         start = 0
         for name, field in self.fields.items():
-            end = start + field.num_values(self.chunk.num_elements) * field.dtype.itemsize
-            values = region[start:end].view(field.dtype)
-            for view, segment, offset in zip(views, self.chunk.segments, self.chunk.offsets, strict=True):
-                first = field.num_values(offset)
-                view[name] = values[first : first + field.num_values(segment.num_elements)]
-            start = end
-        return views
+            size = field.dtype.itemsize
+            for ranges, segment, offset in zip(all_ranges, self.chunk.segments, self.chunk.offsets, strict=True):
+                first = start + field.num_values(offset) * size
+                ranges.append((name, field.dtype, first, first + field.num_values(segment.num_elements) * size))
+            start += field.num_values(self.chunk.num_elements) * size
+        return all_ranges
 
 
 def region_bytes(chunk: Chunk, rule: UpdateRule) -> int:

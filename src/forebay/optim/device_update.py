@@ -16,6 +16,9 @@ import torch
 from forebay.host import kernels
 from forebay.optim.low_precision import Noise, load_moment, mix_keys, random_bits, store_moment
 
+_NUM_INPUTS = 5
+_MOST_STEPS = 2**24  # fp32 counts no further
+
 
 @dataclasses.dataclass(frozen=True)
 class GroupValues:
@@ -59,8 +62,9 @@ class StepScalars:
         self._stochastic = stochastic
         self._seeds: list[tuple[int, int]] = []
         self._seeds_on_device = torch.zeros(0, 2, dtype=torch.int64, device=device)
-        self._inputs: torch.Tensor | None = None
+        self._inputs = torch.zeros(0, _NUM_INPUTS, dtype=torch.float64, device=device)
         self._last: list[tuple[float, ...]] | None = None
+        self._captured: list[tuple[float, ...]] | None = None
         self.most_steps = 0
 
     def extend(self, seeds: Sequence[tuple[int, int]]) -> None:
@@ -70,32 +74,47 @@ class StepScalars:
         self.rows = torch.cat((self.rows, self.rows.new_zeros(len(seeds), 3)))
         if self._stochastic:
             self._seeds_on_device = torch.tensor(self._seeds).to(self.steps.device)
-        self._last = None
+        self._inputs = self._inputs.new_zeros(len(self._seeds), _NUM_INPUTS)
+        self._last = self._captured = None
 
-    def advance(self, inputs: list[tuple[float, ...]], skip: torch.Tensor | None) -> None:
+    def advance(self, inputs: list[tuple[float, ...]], skip: torch.Tensor | None, *, capturing: bool = False) -> None:
         """Count a step and fill ``rows``.
 
         Args:
             inputs: per segment: lr, weight_decay, beta1, beta2, and 1.0 if it is updated in this step else 0.0.
             skip: fp32 scalar on the device; nonzero means that this step updates nothing.
+            capturing: the step goes into a CUDA graph; its launches read what :meth:`before_launch` wrote last.
         """
-        if inputs != self._last:
-            # A small pageable copy is staged by the driver before it returns, so the list may change freely.
-            self._inputs = torch.tensor(inputs, dtype=torch.float64).to(self.steps.device)
-            self._last = inputs
-        assert self._inputs is not None
+        if capturing:
+            self._captured = inputs
+            self.most_steps = _MOST_STEPS  # launches are not counted here
+        else:
+            self._write(inputs)
+            self.most_steps = min(self.most_steps + 1, _MOST_STEPS)
         lr, weight_decay, beta1, beta2, active = self._inputs.unbind(1)
         if self._stochastic:
             seeds, upper = self._seeds_on_device.unbind(1)
             step_bits = self.steps.view(torch.int32).to(torch.int64)
             self.keys = mix_keys(mix_keys(mix_keys(seeds) ^ step_bits) ^ upper)
         self.steps += active if skip is None else active * (skip == 0)
-        self.most_steps += 1
         # Double precision, because in fp32 1 - beta2**step would lose half its digits at the first steps.
         powers = _powers(torch.stack((beta1, beta2)), self.steps.to(torch.int64), self.most_steps.bit_length())
         self.rows[:, 0] = 1 - lr * weight_decay
         self.rows[:, 1] = lr / (1 - powers[0])
         self.rows[:, 2] = 1 / (1 - powers[1]).sqrt()
+
+    def before_launch(self, inputs: Sequence[tuple[float, ...]]) -> None:
+        """Write lr, weight_decay, beta1 and beta2 of each segment for launches of the step that was captured."""
+        assert self._captured is not None
+        self._write([(*own, captured[-1]) for own, captured in zip(inputs, self._captured, strict=True)])
+
+    def _write(self, inputs: list[tuple[float, ...]]) -> None:
+        if inputs != self._last:
+            # Pinned memory of torch's own is not used again before the copy is done. From pageable memory torch
+            # would block until the device is idle.
+            staged = torch.tensor(inputs, dtype=torch.float64, pin_memory=self.steps.is_cuda)
+            self._inputs.copy_(staged, non_blocking=True)
+            self._last = inputs
 
 
 def _powers(bases: torch.Tensor, exponents: torch.Tensor, num_bits: int) -> torch.Tensor:

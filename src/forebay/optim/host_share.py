@@ -17,13 +17,16 @@ import torch
 from forebay.engine import Buffer, Engine, Event, Lane, check_task
 from forebay.host import kernels
 from forebay.optim.chunk_state import ChunkState, flat
+from forebay.optim.graph_hypers import GraphHypers
 from forebay.optim.layout import Chunk, Segment
 from forebay.optim.shares import Share, is_active
 from forebay.optim.update_rule import KernelRule, StepContext, UpdateRule
 
-# Two sets of hyperparameters: Python fills one while the tasks of the step before still read the other.
+# Two sets of hyperparameters: Python fills one while the tasks of the step before still read the other. And one for
+# the step in a CUDA graph, whose launches come one after the other.
 _NUM_PHASES = 2
-CONTROL_BYTES = _NUM_PHASES * 64
+_GRAPH_PHASE = _NUM_PHASES
+CONTROL_BYTES = (_NUM_PHASES + 1) * 64
 
 
 @dataclasses.dataclass
@@ -68,10 +71,14 @@ class HostShare(Share):
         # Gradients that went down during backward, with their version then. Holding them keeps their addresses
         # from being reused, so a gradient at the same address is the same one.
         self._sent: dict[int, tuple[torch.Tensor, int]] = {}
+        # What was sent before a capture, and which of these gradients its step takes to be on the host already.
+        self._sent_before: dict[int, tuple[torch.Tensor, int]] = {}
+        self._relied_on: set[int] = set()
+        self._graph_hypers: GraphHypers | None = None
         self._all_sent: Event | None = None
         self._host_chunks: list[_HostChunk] = []
         self._controls: list[torch.Tensor] = []
-        self._hypers: list[list[kernels.Hyper]] = [[] for _ in range(_NUM_PHASES)]
+        self._hypers: list[list[kernels.Hyper]] = [[] for _ in range(_NUM_PHASES + 1)]
         self._phase_done: list[Event | None] = [None] * _NUM_PHASES
         self._num_steps = 0
 
@@ -83,7 +90,7 @@ class HostShare(Share):
         states = self._allocate_on_host(chunks, self._slabs, params, pinned=False)
         if not self._controls:
             slab = self._allocate(CONTROL_BYTES, "other")
-            self._controls = [slab.view(torch.float32, 2, phase * 64) for phase in range(_NUM_PHASES)]
+            self._controls = [slab.view(torch.float32, 2, phase * 64) for phase in range(_NUM_PHASES + 1)]
         num_bytes = sum(chunk.num_elements * chunk.dtype.itemsize for chunk in chunks)
         weights, grads = self._allocate(num_bytes, "weights"), self._allocate(num_bytes, "gradients")
         start = 0
@@ -152,18 +159,22 @@ class HostShare(Share):
         active = [chunk for chunk in self._host_chunks if is_active(chunk.state.chunk, context)]
         if not active:
             return
-        phase = self._num_steps % _NUM_PHASES
-        self._num_steps += 1
-        done = self._phase_done[phase]
-        if done is not None:
-            # The tasks of two steps ago read the hyperparameters and controls written below.
-            done.synchronize()
+        phase = _GRAPH_PHASE
+        if not context.capturing:
+            phase = self._num_steps % _NUM_PHASES
+            self._num_steps += 1
+            done = self._phase_done[phase]
+            if done is not None:
+                # The tasks of two steps ago read the hyperparameters and controls written below.
+                done.synchronize()
         # Gradients, norm and skip flag are computed on the compute lane.
         engine.wait(Lane.DOWN, engine.record(Lane.COMPUTE))
         for number in self._places:
             grad = context.grads[number]
             if grad is not None and not self._is_sent(number, grad):
                 self._send(number, grad)
+            elif context.capturing and number in self._sent and self._sent[number] is self._sent_before.get(number):
+                self._relied_on.add(number)
         self.forget_sent()
         self._send_controls(context, phase)
         self._set_hypers(context, phase)
@@ -172,7 +183,8 @@ class HostShare(Share):
         engine.wait(Lane.HOST, self._all_sent)
         for chunk in active:
             self._update_chunk(chunk, phase, context)
-        self._phase_done[phase] = engine.record(Lane.HOST)
+        if not context.capturing:
+            self._phase_done[phase] = engine.record(Lane.HOST)
 
     def send_early(self, number: int, grad: torch.Tensor) -> None:
         """Send a parameter's gradient down, during backward; it is not expected to change any more."""
@@ -227,7 +239,52 @@ class HostShare(Share):
             gates.update((segment.param, uploaded) for segment in layout.segments)
         return gates
 
+    # CUDA graphs
+
+    def begin_capture(self) -> None:
+        """Take note of what was sent outside of the graph."""
+        self._sent_before, self._relied_on = dict(self._sent), set()
+
+    def end_capture(self) -> None:
+        """Raise RuntimeError if the captured step relies on gradients that no launch will have sent."""
+        for number in self._relied_on:
+            sent = self._sent.get(number)
+            if sent is None or sent is self._sent_before[number]:
+                raise RuntimeError(
+                    f"the captured step needs the gradient of {self._names[number]} on the host, where the backward "
+                    "before the capture has sent it, but no backward in the capture sends the next one: capture "
+                    "forward and backward in the same graph, before step(), or after it with "
+                    "zero_grad(set_to_none=False) in between"
+                )
+        self._sent_before = {}
+
+    def abandon_capture(self) -> None:
+        """Forget a capture that failed, and so has sent nothing."""
+        self._sent, self._sent_before, self._relied_on = {}, {}, set()
+
+    def before_launch(self, groups: Sequence[Mapping[str, Any]], params: Sequence[torch.Tensor]) -> None:
+        """Enqueue what a launch of the captured step needs; see :meth:`UpdateRule.before_launch`."""
+        self._sent = {number: sent for number, sent in self._sent.items() if number in self._relied_on}
+        for number in self._relied_on:
+            grad = params[number].grad
+            if grad is not None and not self._is_sent(number, grad):
+                self.engine.wait(Lane.DOWN, self.engine.record(Lane.COMPUTE))  # backward may just have written it
+                self._send(number, grad.detach().view(-1))
+                self._sent[number] = (grad.detach(), grad._version)
+        if self._graph_hypers is not None:
+            hypers = [kernels.Hyper() for _ in groups]
+            for hyper, group in zip(hypers, groups, strict=True):
+                self._kernel_rule.set_hyper(hyper, group)
+            self._graph_hypers.write(hypers)
+
     def _set_hypers(self, context: StepContext, phase: int) -> None:
+        if context.capturing:
+            assert self._graph_hypers is not None, "made by the first step"
+            self._graph_hypers.send()
+            return
+        if self._graph_hypers is None or len(self._graph_hypers.hypers) < len(context.groups):
+            self._graph_hypers = GraphHypers(self.engine, len(context.groups), pinned=self._pinned)
+            self._hypers[_GRAPH_PHASE] = self._graph_hypers.hypers
         hypers = self._hypers[phase]
         hypers += [kernels.Hyper() for _ in context.groups[len(hypers) :]]
         for hyper, group in zip(hypers, context.groups, strict=True):
@@ -243,10 +300,13 @@ class HostShare(Share):
         active = tuple(context.grads[segment.param] is not None for segment in layout.segments)
         self.engine.host_task(
             self._task(chunk, active, phase, context),
-            reads=[chunk.grads, self._controls[phase]],
+            reads=[chunk.grads, self._controls[phase], *self._hyper_memory(phase)],
             writes=[chunk.state.region, chunk.weights, chunk.steps],
         )
         chunk.updated = self.engine.record(Lane.HOST)
+
+    def _hyper_memory(self, phase: int) -> list[torch.Tensor]:
+        return [self._graph_hypers.memory] if phase == _GRAPH_PHASE and self._graph_hypers is not None else []
 
     def _task(
         self,
@@ -256,7 +316,8 @@ class HostShare(Share):
         context: StepContext,
     ) -> kernels.UpdateTask:
         has_scale, has_skip = context.grad_scale is not None, context.skip is not None
-        key = (active, phase, has_scale, has_skip)
+        # A graph's tasks read the hyperparameters that were there when it was captured.
+        key = (active, self._graph_hypers if phase == _GRAPH_PHASE else phase, has_scale, has_skip)
         task = chunk.tasks.get(key)
         if task is None:
             fields = chunk.state.segment_fields(chunk.state.region)

@@ -33,6 +33,7 @@ class PlacedOptimizer(Optimizer):
         self._placed: PlacedState | None = None
         self._grad_scale: torch.Tensor | None = None
         self._norm: torch.Tensor | None = None
+        self._clipped_in_capture = False
         self._last_stats: tuple[Traffic, int, int] | None = None
         self._pending_masters: dict[torch.Tensor, state_dict.SavedMaster] = {}
         super().__init__(params, defaults)
@@ -131,8 +132,11 @@ class PlacedOptimizer(Optimizer):
         Raises:
             HostTaskError: if a host update of an earlier step failed; so will all later steps, until the model's
                 and the optimizer's state have been loaded again.
+            RuntimeError, ValueError: if a CUDA graph is being captured that cannot hold this step.
         """
         loss = None
+        if self.engine.capturing:
+            self._check_capture(closure)
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
@@ -146,6 +150,27 @@ class PlacedOptimizer(Optimizer):
             self.placed.step(self.param_groups, self._group_of(), self._grad_scale, self._skip_flag(grads))
         self._grad_scale = self._norm = None
         return loss
+
+    def _check_capture(self, closure: Callable[[], Any] | None) -> None:
+        if closure is not None:
+            raise ValueError(
+                "a closure cannot be captured in a CUDA graph; call it before step(), and step() without it"
+            )
+        if all(param.grad is None for group in self.param_groups for param in group["params"]):
+            raise RuntimeError(
+                "no parameter has a gradient, so the captured step would update nothing; capture forward and backward "
+                "before it, or run them before the capture"
+            )
+        if self._grad_scale is not None and not self._clipped_in_capture:
+            raise RuntimeError(
+                "clip_grad_norm_() was called before the capture, so all launches of the graph would clip by the same "
+                "coefficient; call it in the capture, just before step()"
+            )
+        if self._pending_masters or self.placed.externally_written():
+            raise RuntimeError(
+                "parameters were written or state was loaded since the last step, and a CUDA graph cannot hold how "
+                "masters follow; make a step, or call optimizer.refresh_masters(), before the capture"
+            )
 
     def _group_of(self) -> list[int]:
         numbers = self.placed.numbers
@@ -178,6 +203,7 @@ class PlacedOptimizer(Optimizer):
             return torch.zeros((), device=self.engine.device)
         self._norm = device_update.global_norm([grad.detach() for grad in grads])
         self._grad_scale = (max_norm / (self._norm + 1e-6)).clamp(max=1.0).reshape(1)
+        self._clipped_in_capture = self.engine.capturing
         return self._norm
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -202,6 +228,36 @@ class PlacedOptimizer(Optimizer):
         """
         self.placed.gates.open_all()
         self.placed.check_tasks()
+
+    def join(self) -> None:
+        """Let the current stream wait for all transfers and host updates enqueued so far. Does not block Python.
+
+        As the last line of a ``torch.cuda.graph`` block that holds a step, it makes what runs on other streams part
+        of the graph.
+
+        Raises:
+            RuntimeError: if the captured step reads gradients that no launch of the graph will write.
+        """
+        self.placed.join()
+
+    @torch.no_grad()
+    def refresh_hyperparameters(self) -> None:
+        """Call before each launch of a CUDA graph with a captured step, on the stream that it is launched on.
+
+        The launches from here on use the current ``lr`` and ``weight_decay`` of the groups, see parameters that were
+        written from outside, and come after steps made outside of the graph. Does not block Python, unless there
+        were such writes.
+
+        Raises:
+            HostTaskError: if a host update of an earlier launch or step failed.
+            RuntimeError: if no step was captured, or parameters were added since.
+            ValueError: if another hyperparameter has changed since the capture.
+        """
+        self.placed.check_tasks()
+        if self.engine.capturing:
+            raise RuntimeError("refresh_hyperparameters() comes before a launch of a CUDA graph, not into a capture")
+        self._take_external_writes()
+        self.placed.before_launch(self.param_groups, self._group_of())
 
     def stats(self) -> dict[str, float | None]:
         """Return what was moved since the last call, without waiting for the device.
@@ -256,6 +312,7 @@ class PlacedOptimizer(Optimizer):
         """
         from forebay.optim import state_dict as io
 
+        self.placed.settle()
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             changed = pre_hook(self, state_dict)
             state_dict = state_dict if changed is None else changed

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from forebay.engine import Engine
+from forebay.engine import Engine, Lane
 from forebay.optim.gates import Gates
 from forebay.optim.host_share import HostShare
 from forebay.optim.layout import Placement
@@ -77,6 +77,14 @@ class PlacedState:
             Placement.HOST: self._host,
         }
         self._tide: Tide | None = None
+        self._in_capture = False
+        self._num_steps = 0
+        # Whether a CUDA graph holds a step of all that has state now, and whether one ever did.
+        self._is_captured = self._may_be_launched = False
+        self._has_stepped = False  # in the capture that is under way
+        # Where the captured step reads gradients; kept if the backward that makes them comes after it in the graph.
+        self._graph_grads: dict[int, int] = {}
+        self._grads_come_after = False
 
     def extend(self, named: Sequence[tuple[str, torch.Tensor]]) -> None:
         """Allocate state for more parameters, in forward order; the fraction holds for these by themselves.
@@ -88,6 +96,13 @@ class PlacedState:
         named = sorted(named, key=lambda item: order.get(item[1], len(order)))
         if not named:
             return
+        if self.engine.capturing:
+            raise RuntimeError(
+                f"parameter {named[0][0]} has no state yet, and none can be allocated while a CUDA graph is being "
+                "captured; call optimizer.allocate() and make a step, in which every parameter to be trained has a "
+                "gradient, before the capture"
+            )
+        self._is_captured = False  # what a graph holds is not all of the step any more
         first_param = len(self.params)
         new = [param for _, param in named]
         chunks = divide_params(new, self.options, self.rule, self.engine.device, first_param)
@@ -108,6 +123,8 @@ class PlacedState:
 
     def tick(self, key: int) -> int:
         """Begin an interval of the tide; return the bytes that visits may hold until the update."""
+        if self._notice_capture():
+            self._grads_come_after = self._has_stepped
         if self._tide is None:
             return 0
         hold_bytes, prefetch_bytes = self._tide.tick(key)
@@ -116,6 +133,8 @@ class PlacedState:
 
     def after_gradient(self, number: int) -> None:
         """Take note that a gradient was accumulated into a parameter."""
+        if self._notice_capture():
+            self._grads_come_after = self._has_stepped
         tracked = self._tracked[number]
         tracked.num_backwards += 1
         self._host.forget_sent(number)
@@ -128,6 +147,7 @@ class PlacedState:
 
     def end_backwards(self) -> None:
         """Take note that the gradients accumulated so far are used up or dropped."""
+        self._notice_capture()
         self._host.forget_sent()
         for tracked in self._tracked:
             tracked.num_backwards = 0
@@ -149,9 +169,12 @@ class PlacedState:
             grad_scale: see :class:`StepContext`.
             skip: see :class:`StepContext`.
         """
+        capturing = self._notice_capture()
+        if capturing:
+            self._check_capturable()
         grads = [self._flat_grad(tracked) for tracked in self._tracked]
         limit_bytes = self._tide.update_limit_bytes if self._tide is not None else 0
-        context = StepContext(self.params, grads, groups, group_of, grad_scale, skip, limit_bytes)
+        context = StepContext(self.params, grads, groups, group_of, grad_scale, skip, limit_bytes, capturing)
         is_updated = self.rule.begin_step(context)
         # Host updates first: they take longest, and what the device does next runs beside them. Their results go
         # up last: they wait for the host, and copies up that need not would queue behind them.
@@ -166,6 +189,13 @@ class PlacedState:
                 torch.autograd.graph.increment_version(tracked.param)
                 tracked.version = _version(tracked.param)
             tracked.expected_backwards = tracked.num_backwards
+        if capturing:
+            self._is_captured = self._may_be_launched = self._has_stepped = True
+            self._graph_grads = {
+                n: t.param.grad.data_ptr() for n, t in enumerate(self._tracked) if t.param.grad is not None
+            }
+        else:
+            self._num_steps += 1
         self.end_backwards()
         attached = self.options.overlap and self.gates.attached
         if not attached:
@@ -188,6 +218,96 @@ class PlacedState:
             )
         return grad.detach().contiguous().view(-1)
 
+    # CUDA graphs
+
+    def _notice_capture(self) -> bool:
+        """Notice whether a capture has begun; return whether one is under way."""
+        capturing = self.engine.capturing
+        if capturing and not self._in_capture:
+            if self._tide is not None:
+                self._tide.freeze()
+            self._streamed.begin_capture(int(self.options.staging_gib * 2**30))
+            self._host.begin_capture()
+            self._in_capture = True
+            self._has_stepped = self._grads_come_after = False
+        elif self._in_capture and not capturing:
+            # It ended with an exception or without join(): nothing of it will ever be carried out.
+            self._streamed.abandon_capture()
+            self._host.abandon_capture()
+            self._is_captured = False
+            self._thaw()
+        return capturing
+
+    def _thaw(self) -> None:
+        self._in_capture = False
+        if self._tide is not None:
+            self._tide.thaw()
+
+    def _check_capturable(self) -> None:
+        if not self.rule.is_capturable:
+            raise ValueError(
+                f"a step of {self.rule.name} cannot be captured in a CUDA graph, only one of AdamW; leave step() out "
+                "of the capture"
+            )
+        if not self.options.pinned and any(chunk for share in (self._streamed, self._host) for chunk in share.chunks):
+            raise ValueError("pinned=False: a CUDA graph needs pinned host memory for its copies; use pinned=True")
+        if self._num_steps == 0:
+            raise RuntimeError(
+                "the first step cannot be captured in a CUDA graph: it compiles kernels and allocates; make at least "
+                "one step before the capture (three let the schedule learn how much memory is free when)"
+            )
+
+    def join(self) -> None:
+        """Let the compute lane wait for all transfers and host updates; in a capture, finish it."""
+        if self._notice_capture():
+            self._check_graph_grads()
+            if self._has_stepped and not self._grads_come_after:
+                self._graph_grads = {}
+            self._streamed.end_capture()
+            self._host.end_capture()
+            self._thaw()
+        self.engine.join()
+
+    def _check_graph_grads(self) -> None:
+        for number, address in self._graph_grads.items():
+            grad = self.params[number].grad
+            if grad is not None and grad.data_ptr() != address:
+                raise RuntimeError(
+                    f"the gradient of {self._names[number]} is not where the captured step reads it: where step() "
+                    "comes before backward in a graph, use zero_grad(set_to_none=False), in the capture and after it"
+                )
+
+    def before_launch(self, groups: Sequence[dict[str, Any]], group_of: Sequence[int]) -> None:
+        """Enqueue what must come before a launch of the captured step.
+
+        Args:
+            groups: the parameter groups, with the hyperparameters for the launches to come.
+            group_of: the group of each parameter, by number.
+        """
+        self._notice_capture()
+        if not self._is_captured:
+            raise RuntimeError(
+                "no step has been captured in a CUDA graph, or parameters were added since: capture one first, with "
+                "optimizer.join() as the last line of the capture"
+            )
+        self._check_graph_grads()
+        self.rule.before_launch(groups, group_of)
+        self._host.before_launch(groups, self.params)
+        self._streamed.before_launch()
+        # A launch does not wait for work outside of its graph.
+        self.engine.join()
+
+    def _wait_for_launches(self) -> None:
+        if self.engine.capturing:
+            raise RuntimeError(
+                "the optimizer's state cannot be read or written while a CUDA graph is being captured; do it before "
+                "or after"
+            )
+        self._notice_capture()
+        if self._may_be_launched:
+            # A share knows when its own transfers are done, not when those of a graph are.
+            self.engine.record(Lane.COMPUTE).synchronize()
+
     # Masters and figures
 
     def externally_written(self) -> set[int]:
@@ -199,6 +319,7 @@ class PlacedState:
         chosen = set(numbers)
         if not chosen:
             return
+        self._wait_for_launches()
         for share in self.shares.values():
             share.refresh(chosen, self.params)
         for number in chosen:
@@ -206,6 +327,7 @@ class PlacedState:
 
     def settle(self) -> None:
         """Block until all state may be read and written by Python."""
+        self._wait_for_launches()
         self.gates.open_all()
         for share in self.shares.values():
             share.settle()

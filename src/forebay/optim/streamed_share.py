@@ -55,6 +55,11 @@ class StreamedShare(Share):
         self._expected: list[ChunkState] = []  # what the coming step will update, if it is like the last
         self._arriving: deque[_Visit] = deque()  # the first of `_expected`, in order
         self._leaving: deque[_Visit] = deque()
+        # For CUDA graphs: what a captured step finds on the device, fetched by the backward of the launch before, and
+        # where. That memory is kept for good.
+        self._kept: list[tuple[ChunkState, Buffer]] = []
+        self._kept_buffers: list[Buffer] = []
+        self._has_stepped = False  # in the capture that is under way
 
     def extend(self, chunks: Sequence[Chunk], params: Sequence[torch.Tensor]) -> None:
         """See :meth:`Share.extend`."""
@@ -66,11 +71,18 @@ class StreamedShare(Share):
 
     @property
     def on_device_bytes(self) -> int:
-        """Device memory that visits hold."""
-        return self._slot_bytes * (len(self._arriving) + len(self._leaving))
+        """Device memory that visits hold, or that is kept for them."""
+        num_slots = len(self._arriving) + len(self._leaving) + len(self._kept_buffers)
+        if self._kept_buffers:
+            num_slots -= sum(visit.buffer in self._kept_buffers for visit in (*self._arriving, *self._leaving))
+        return self._slot_bytes * num_slots
 
     def prefetch(self, limit_bytes: int) -> None:
         """Begin visits of the coming step while all visits together stay within ``limit_bytes``."""
+        if self._has_stepped:
+            # The coming step is the next launch's, which looks for them in the memory kept for it.
+            self._fetch_kept()
+            return
         while len(self._arriving) < len(self._expected) and self.on_device_bytes + self._slot_bytes <= limit_bytes:
             self._arriving.append(self._fetch(self._expected[len(self._arriving)], self._new_slot()))
 
@@ -85,7 +97,8 @@ class StreamedShare(Share):
     def _end(self, visit: _Visit) -> None:
         # Without the wait the compute lane's next tensor could lie in memory that a copy still uses.
         self.engine.wait(Lane.COMPUTE, visit.event)
-        visit.buffer.release()
+        if visit.buffer not in self._kept_buffers:
+            visit.buffer.release()
 
     def _new_slot(self) -> tuple[Buffer, Event]:
         # All slots are of one size so that any can be reused for any chunk.
@@ -133,6 +146,52 @@ class StreamedShare(Share):
         while self._arriving:
             self._end(self._arriving.popleft())
         self._expected = active
+        self._has_stepped = context.capturing
+
+    # CUDA graphs
+
+    def begin_capture(self, limit_bytes: int) -> None:
+        """Prepare for a capture; a step in it may find up to ``limit_bytes`` of visits on the device."""
+        # Visits that end in a graph would end at every launch of it, but begin only once.
+        while self._leaving:
+            self._end(self._leaving.popleft())
+        while self._arriving and self._slot_bytes * len(self._arriving) > limit_bytes:
+            self._end(self._arriving.pop())
+        self._kept = [(visit.state, visit.buffer) for visit in self._arriving]
+        self._kept_buffers += [buffer for _, buffer in self._kept if buffer not in self._kept_buffers]
+        self._has_stepped = False
+
+    def end_capture(self) -> None:
+        """End all visits but those which the next launch's step finds on the device."""
+        while self._leaving:
+            self._end(self._leaving.popleft())
+        while len(self._arriving) > len(self._kept):
+            self._end(self._arriving.pop())  # no step of the capture has used them
+        self._fetch_kept()
+        self._has_stepped = False
+
+    def abandon_capture(self) -> None:
+        """Forget a capture that failed; what it fetched was never there."""
+        self._leaving.clear()
+        while self._arriving:
+            self._end(self._arriving.pop())
+        self._kept, self._has_stepped = [], False
+
+    def before_launch(self) -> None:
+        """Put on the device what the captured step finds there, after work outside of the graph."""
+        if [visit.buffer for visit in self._arriving] != [buffer for _, buffer in self._kept]:
+            while self._arriving:
+                self._end(self._arriving.pop())  # a launch makes them stale
+            self._fetch_kept()
+
+    def _fetch_kept(self) -> None:
+        while len(self._arriving) < len(self._kept):
+            state, buffer = self._kept[len(self._arriving)]
+            for visit in [visit for visit in self._leaving if visit.buffer is buffer]:
+                self._leaving.remove(visit)
+                self._end(visit)
+            # The compute lane may just have used it.
+            self._arriving.append(self._fetch(state, (buffer, self.engine.record(Lane.COMPUTE))))
 
     def settle(self) -> None:
         """See :meth:`Share.settle`. State that was fetched ahead is dropped, so that it cannot become stale."""

@@ -36,6 +36,17 @@ class Tide:
         self._position = 0
         self._known = False
         self._profiling = False
+        self._frozen = False
+
+    def freeze(self) -> None:
+        """Decide by what is known now, and learn nothing: a CUDA graph is captured, which no hook runs in."""
+        self._frozen = True
+
+    def thaw(self) -> None:
+        """Learn again."""
+        self._frozen = False
+        if self._profiling:  # the step that was being profiled is not whole
+            self._known, self._profiling = False, False
 
     def tick(self, key: int) -> tuple[int, int]:
         """Begin an interval.
@@ -45,6 +56,8 @@ class Tide:
             step's update may hold.
         """
         if self._profiling:
+            if self._frozen:
+                return self._staging_bytes, self._staging_bytes
             self._peaks.append(self._engine.take_peak_bytes())
             self._keys.append(key)
             return 0, 0
@@ -53,7 +66,7 @@ class Tide:
         position = self._position
         self._position += 1
         if position >= len(self._keys) or self._keys[position] != key:
-            self._known = False
+            self._known = self._known and self._frozen
             return self._staging_bytes, self._staging_bytes
         return self._hold_limits[position], self._prefetch_limits[position]
 
@@ -64,6 +77,9 @@ class Tide:
 
     def turn(self) -> bool:
         """End a step, after its update; return whether the coming one is profiled, so no visit may outlast this."""
+        if self._frozen:
+            self._position = 0
+            return False
         if self._profiling:
             self._peaks.append(self._engine.take_peak_bytes())
             # The first entry is what came before the first tick. Its interval has no tick to act at.

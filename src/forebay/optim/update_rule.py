@@ -67,6 +67,7 @@ class StepContext:
         grad_scale: fp32 (1,) on the device, multiplies every gradient; None for 1.
         skip: fp32 (1,) on the device, nonzero to update nothing; None for never.
         limit_bytes: device memory that state may use for visits during the update.
+        capturing: the step goes into a CUDA graph.
     """
 
     params: Sequence[torch.Tensor]
@@ -76,6 +77,7 @@ class StepContext:
     grad_scale: torch.Tensor | None
     skip: torch.Tensor | None
     limit_bytes: int
+    capturing: bool = False
 
 
 class UpdateRule(abc.ABC):
@@ -84,10 +86,12 @@ class UpdateRule(abc.ABC):
     Attributes:
         name: of the optimizer, for messages.
         needs_all_moments: whether a state dict must have all :attr:`moments` for a parameter it has.
+        is_capturable: whether a step can go into a CUDA graph.
     """
 
     name: str
     needs_all_moments: bool = False
+    is_capturable: bool = False
 
     @abc.abstractmethod
     def fields(self, param_dtype: torch.dtype) -> dict[str, Field]:
@@ -107,6 +111,14 @@ class UpdateRule(abc.ABC):
 
     def end_step(self, context: StepContext) -> None:  # noqa: B027 - most rules have nothing to do
         """Take note that all chunks have been updated."""
+
+    def before_launch(self, groups: Sequence[Mapping[str, Any]], group_of: Sequence[int]) -> None:
+        """Enqueue, for the graph of a captured step, a write of the groups' current hyperparameters.
+
+        Raises:
+            ValueError: for one that has changed since, and which the graph holds as a constant.
+        """
+        raise AssertionError(f"{self.name} is not capturable")
 
     # What a state dict has
 

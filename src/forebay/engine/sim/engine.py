@@ -20,10 +20,13 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from forebay.engine.base import SIDE_LANES, Buffer, Engine, Event, HostTask, Lane, TaskLog, Traffic
 from forebay.engine.sim.clocks import PYTHON, Clock, Clocks, RaceError, ShadowMemory
+from forebay.engine.sim.graph import GraphEvent, GraphLane, SimGraph
 from forebay.engine.sim.watch import WatchMode
 from forebay.host.ledger import Ledger, Tier
 from forebay.host.limits import check_host_memory
 
+_Queue = Lane | GraphLane
+_QUEUES: tuple[_Queue, ...] = (*SIDE_LANES, *GraphLane)
 _POISON_BYTE = 0xFF  # NaN in fp32, bf16 and fp16, and -1 in every integer
 
 
@@ -36,7 +39,7 @@ class _Work:
 class SimEvent:
     """A point on a simulated lane."""
 
-    def __init__(self, engine: SimEngine, lane: Lane, position: int, clock: Clock) -> None:
+    def __init__(self, engine: SimEngine, lane: _Queue, position: int, clock: Clock) -> None:
         self._engine = engine
         self.lane = lane
         self.position = position
@@ -75,32 +78,84 @@ class SimEngine(Engine):
         self._checked = checked
         self._random = random.Random(seed)
         self._early = 0.0 if seed == 0 else self._random.choice([0.05, 0.3, 0.8])
-        self._queues: dict[Lane, deque[_Work]] = {lane: deque() for lane in SIDE_LANES}
-        self._enqueued = dict.fromkeys(Lane, 0)
-        self._done = dict.fromkeys(Lane, 0)
+        self._queues: dict[_Queue, deque[_Work]] = {lane: deque() for lane in _QUEUES}
+        self._enqueued: dict[_Queue, int] = dict.fromkeys((Lane.COMPUTE, *_QUEUES), 0)
+        self._done: dict[_Queue, int] = dict.fromkeys((Lane.COMPUTE, *_QUEUES), 0)
+        self._graph: SimGraph | None = None  # the one that is being captured
+        self._launching = False
         self._clocks = Clocks()
         self._shadow = ShadowMemory()
         self._host_storages: set[int] = set()
         self._log = TaskLog()
         self._traffic = Traffic()
 
+    # Captures
+
+    @property
+    def capturing(self) -> bool:
+        """See :attr:`Engine.capturing`."""
+        return self._graph is not None
+
+    @contextlib.contextmanager
+    def capture(self) -> Iterator[SimGraph]:
+        """Record what is enqueued in the block, torch operations included, like ``torch.cuda.graph``.
+
+        Raises:
+            RuntimeError: if work on a side lane was not joined to the compute lane.
+        """
+        self.synchronize()  # as torch.cuda.graph does
+        graph = self._graph = SimGraph(self)
+        try:
+            with graph.mode:
+                yield graph
+        finally:
+            self._graph = None
+        graph.check_joined()
+
+    @contextlib.contextmanager
+    def _lanes_of_a_graph(self) -> Iterator[None]:
+        self._launching = True
+        try:
+            yield
+        finally:
+            self._launching = False
+
+    def _queue(self, lane: Lane) -> _Queue:
+        return GraphLane[lane.name] if self._launching and lane is not Lane.COMPUTE else lane
+
+    def _refuse_in_capture(self, what: str) -> None:
+        if self.capturing:
+            raise RuntimeError(f"{what} while a graph is being captured; do it before or after the capture")
+
     # Lanes and events
 
-    def record(self, lane: Lane) -> SimEvent:
+    def record(self, lane: Lane) -> Event:
         """See :meth:`Engine.record`."""
+        if self._graph is not None:
+            return self._graph.record(lane)
+        return self._record(lane)
+
+    def _record(self, lane: Lane) -> SimEvent:
         self._perturb()
-        self._clocks.join(lane.value, self._clocks.snapshot(PYTHON))
-        return SimEvent(self, lane, self._enqueued[lane], self._clocks.snapshot(lane.value))
+        queue = self._queue(lane)
+        self._clocks.join(queue.value, self._clocks.snapshot(PYTHON))
+        return SimEvent(self, queue, self._enqueued[queue], self._clocks.snapshot(queue.value))
 
     def wait(self, lane: Lane, event: Event) -> None:
         """See :meth:`Engine.wait`. The compute lane runs eagerly, so its wait runs the queued work now."""
+        if self._graph is not None:
+            self._graph.wait(lane, event)
+            return
+        if isinstance(event, GraphEvent):
+            event = self._record(Lane.COMPUTE)  # launches are there
         assert isinstance(event, SimEvent)
         self._perturb()
-        self._clocks.join(lane.value, event.clock)
+        queue = self._queue(lane)
+        self._clocks.join(queue.value, event.clock)
         if lane is Lane.COMPUTE:
             self._finish(event)
         else:
-            self._enqueue(lane, _Work(None, event))
+            self._enqueue(queue, _Work(None, event))
 
     def copy(self, lane: Lane, destination: torch.Tensor, source: torch.Tensor, *, speculative: bool = False) -> None:
         """See :meth:`Engine.copy`."""
@@ -109,28 +164,35 @@ class SimEngine(Engine):
         assert destination.numel() == source.numel(), (destination.shape, source.shape)
         assert destination.is_contiguous()
         assert source.is_contiguous()
-        label = f"copy {lane.value}"
-        self._clocks.join(lane.value, self._clocks.snapshot(PYTHON))
+        if self._graph is not None:
+            self._graph.copy(lane, destination, source, speculative=speculative)
+            return
+        label, queue = f"copy {lane.value}", self._queue(lane)
+        self._clocks.join(queue.value, self._clocks.snapshot(PYTHON))
         # A speculative read must come after the writes before it, but nothing has to come after it.
-        self._access(source, lane.value, is_write=False, label=label, remember=not speculative)
-        self._access(destination, lane.value, is_write=True, label=label)
+        self._access(source, queue.value, is_write=False, label=label, remember=not speculative)
+        self._access(destination, queue.value, is_write=True, label=label)
         self._traffic.add_copy(lane, source.nbytes)
         target, origin = destination.detach().view(-1), source.detach().view(-1)
 
         def run() -> None:
             target.copy_(origin)
 
-        self._enqueue(lane, _Work(run, None))
+        self._enqueue(queue, _Work(run, None))
         self._perturb()
 
     def host_task(
         self, task: HostTask, reads: Iterable[torch.Tensor] = (), writes: Iterable[torch.Tensor] = ()
     ) -> None:
         """See :meth:`Engine.host_task`."""
-        self._log.add(task)
-        self._order(Lane.HOST, task.label, reads, writes)
+        self._log.add(task, captured=self.capturing)
+        if self._graph is not None:
+            self._graph.host_task(task, reads, writes)
+            return
+        queue = self._queue(Lane.HOST)
+        self._order(queue, task.label, reads, writes)
         if task.function_address:
-            self._enqueue(Lane.HOST, _Work(task.run, None))
+            self._enqueue(queue, _Work(task.run, None))
             self._perturb()
             return
         # Python code runs in this call: it comes after the lane's past, and the lane's future after it.
@@ -141,6 +203,9 @@ class SimEngine(Engine):
 
     def declare(self, label: str, reads: Iterable[torch.Tensor] = (), writes: Iterable[torch.Tensor] = ()) -> None:
         """See :meth:`Engine.declare`."""
+        if self._graph is not None:
+            self._graph.declare(label, reads, writes)
+            return
         self._order(Lane.COMPUTE, label, reads, writes)
 
     def check_tasks(self) -> None:
@@ -149,6 +214,7 @@ class SimEngine(Engine):
 
     def synchronize(self) -> None:
         """See :meth:`Engine.synchronize`."""
+        self._refuse_in_capture("synchronizing the engine")
         lanes = list(SIDE_LANES)
         self._random.shuffle(lanes)
         for lane in lanes:
@@ -162,6 +228,7 @@ class SimEngine(Engine):
 
     def empty_host(self, num_bytes: int, purpose: str, *, pinned: bool = True) -> Buffer:
         """See :meth:`Engine.empty_host`; both kinds are plain CPU memory here."""
+        self._refuse_in_capture(f"allocating host memory for {purpose}")
         check_host_memory(num_bytes, purpose=purpose, pinned=pinned)
         return _SimBuffer(self, num_bytes, purpose, Tier.PINNED if pinned else Tier.PAGEABLE)
 
@@ -189,12 +256,15 @@ class SimEngine(Engine):
 
     # Inside
 
-    def _order(self, lane: Lane, label: str, reads: Iterable[torch.Tensor], writes: Iterable[torch.Tensor]) -> None:
-        self._clocks.join(lane.value, self._clocks.snapshot(PYTHON))
+    def _is_on_host(self, tensor: torch.Tensor) -> bool:
+        return tensor.untyped_storage()._cdata in self._host_storages
+
+    def _order(self, queue: _Queue, label: str, reads: Iterable[torch.Tensor], writes: Iterable[torch.Tensor]) -> None:
+        self._clocks.join(queue.value, self._clocks.snapshot(PYTHON))
         for tensor in reads:
-            self._access(tensor, lane.value, is_write=False, label=label)
+            self._access(tensor, queue.value, is_write=False, label=label)
         for tensor in writes:
-            self._access(tensor, lane.value, is_write=True, label=label)
+            self._access(tensor, queue.value, is_write=True, label=label)
 
     def _access(self, tensor: torch.Tensor, actor: str, *, is_write: bool, label: str, remember: bool = True) -> None:
         if not self._checked:
@@ -211,7 +281,7 @@ class SimEngine(Engine):
         )
 
     def _before_operation(self, label: str, tensors: list[torch.Tensor]) -> None:
-        hosts = {t.untyped_storage()._cdata in self._host_storages for t in tensors}
+        hosts = {self._is_on_host(tensor) for tensor in tensors}
         compute = Lane.COMPUTE.value
         if hosts == {True, False} or "_local_scalar_dense" in label:
             # torch's own copies between tiers, and reading a value, block Python until the compute lane is
@@ -220,23 +290,22 @@ class SimEngine(Engine):
         self._clocks.join(compute, self._clocks.snapshot(PYTHON))
 
     def _check_operation(self, tensor: torch.Tensor, is_write: bool, label: str) -> None:
-        on_host = tensor.untyped_storage()._cdata in self._host_storages
-        actor = PYTHON if on_host else Lane.COMPUTE.value
+        actor = PYTHON if self._is_on_host(tensor) else Lane.COMPUTE.value
         self._access(tensor, actor, is_write=is_write, label=label)
 
-    def _enqueue(self, lane: Lane, work: _Work) -> None:
-        self._queues[lane].append(work)
-        self._enqueued[lane] += 1
+    def _enqueue(self, queue: _Queue, work: _Work) -> None:
+        self._queues[queue].append(work)
+        self._enqueued[queue] += 1
 
     def _perturb(self) -> None:
         while self._random.random() < self._early:
-            ready = [lane for lane in SIDE_LANES if self._queues[lane]]
+            ready = [queue for queue in _QUEUES if self._queues[queue]]
             if not ready:
                 return
             self._run_one(self._random.choice(ready))
 
-    def _run_one(self, lane: Lane) -> None:
-        work = self._queues[lane].popleft()
+    def _run_one(self, queue: _Queue) -> None:
+        work = self._queues[queue].popleft()
         if work.wait_for is not None:
             self._finish(work.wait_for)
         if work.run is not None:
@@ -244,7 +313,7 @@ class SimEngine(Engine):
             # not charge it to another.
             with _no_watch(), torch.no_grad():
                 work.run()
-        self._done[lane] += 1
+        self._done[queue] += 1
 
     def _finish(self, event: SimEvent) -> None:
         if event.lane is Lane.COMPUTE:
@@ -272,15 +341,33 @@ class _SimBuffer(Buffer):
         self._engine = engine
         self._tier = tier
         self._released = False
+        self._graph = engine._graph
+        if self._graph is not None:
+            self._graph.call(self._poison)  # every launch finds other values in it
         self._key = self.tensor.untyped_storage()._cdata
         if tier is not Tier.DEVICE:
             engine._host_storages.add(self._key)
         engine.ledger.add(tier, purpose, num_bytes)
         self._unaccount = weakref.finalize(self, engine.ledger.remove, tier, purpose, num_bytes)
 
+    def _poison(self) -> None:
+        if self._engine._checked:
+            with _no_watch():
+                self.tensor.fill_(_POISON_BYTE)
+
     def release(self, after: Sequence[Event] = ()) -> None:
         assert not self._released, f"{self.purpose}: buffer released twice"
         self._released = True
+        self._unaccount()
+        if self._graph is None:
+            self._release(after)
+            self._engine._host_storages.discard(self._key)
+            self._engine._shadow.forget(self.tensor)
+        elif self._graph is self._engine._graph:
+            # Later in the graph its memory is used for something else; between launches it is the graph's own.
+            self._graph.release(self._release, after)
+
+    def _release(self, after: Sequence[Event]) -> None:
         engine = self._engine
         # Freed device memory is next used on the compute lane, freed host memory by Python: whoever used it
         # before must be ordered before that.
@@ -290,6 +377,8 @@ class _SimBuffer(Buffer):
         merged.join(actor, clock)
         merged.join(actor, engine._clocks.snapshot(PYTHON))
         for event in after:
+            if isinstance(event, GraphEvent):
+                event = engine._record(Lane.COMPUTE)
             assert isinstance(event, SimEvent)
             merged.join(actor, event.clock)
             engine._finish(event)
@@ -302,11 +391,7 @@ class _SimBuffer(Buffer):
                 is_write=True,
                 label=f"release of {self.purpose}",
             )
-            with _no_watch():
-                self.tensor.fill_(_POISON_BYTE)
-        self._unaccount()
-        engine._host_storages.discard(self._key)
-        engine._shadow.forget(self.tensor)
+            self._poison()
 
 
 __all__ = ["RaceError", "SimEngine", "SimEvent"]

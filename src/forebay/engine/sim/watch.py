@@ -28,8 +28,8 @@ class WatchMode(TorchDispatchMode):
         """Check the accesses of one operation, then run it."""
         kwargs = kwargs or {}
         label = str(func)
-        touched = list(_touched(func._schema, args, kwargs))
-        if touched and not _is_view(func._schema):
+        touched = list(touched_by(func._schema, args, kwargs))
+        if touched and not is_view(func._schema):
             self._before(label, [tensor for tensor, _ in touched])
             for tensor, is_write in touched:
                 self._report(tensor, is_write, label)
@@ -39,29 +39,32 @@ class WatchMode(TorchDispatchMode):
             # as gradients by clip_grad_norm_, would look unchanged.
             torch.autograd.graph.increment_version([tensor for tensor, is_write in touched if is_write])
         # A fresh result is written by this operation; one that aliases an input was reported above.
-        if not _is_view(func._schema):
+        if not is_view(func._schema):
             inputs = {t.untyped_storage()._cdata for t, _ in touched}
-            for tensor in _tensors(result):
+            for tensor in tensors_in(result):
                 if tensor.untyped_storage()._cdata not in inputs:
                     self._report(tensor, True, label)
         return result
 
 
-def _is_view(schema: Any) -> bool:
+def is_view(schema: Any) -> bool:
+    """Return whether an operation only makes a view."""
     return any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
 
 
-def _touched(schema: Any, args: Any, kwargs: Any) -> Iterator[tuple[torch.Tensor, bool]]:
+def touched_by(schema: Any, args: Any, kwargs: Any) -> Iterator[tuple[torch.Tensor, bool]]:
+    """Yield the tensors that an operation is given, each with whether it is written."""
     for index, argument in enumerate(schema.arguments):
         value = args[index] if index < len(args) else kwargs.get(argument.name)
         is_write = argument.alias_info is not None and argument.alias_info.is_write
-        for tensor in _tensors(value):
+        for tensor in tensors_in(value):
             yield tensor, is_write
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors in an argument or a result."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (list, tuple)):
         for item in value:
-            yield from _tensors(item)
+            yield from tensors_in(item)
