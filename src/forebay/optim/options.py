@@ -13,6 +13,7 @@ from forebay.optim.chunk_state import region_bytes
 from forebay.optim.host_share import CONTROL_BYTES
 from forebay.optim.layout import Chunk, ParamSpec, Placement
 from forebay.optim.low_precision import STATE_DTYPES
+from forebay.optim.spares import weight_bytes, with_spares
 from forebay.optim.update_rule import UpdateRule
 
 PLACEMENTS = ("auto", "streamed", "host")
@@ -37,6 +38,7 @@ class Options:
     pinned: bool
     skip_nonfinite: bool
     chunk_elements: int
+    early_updates: bool
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.offload_fraction <= 1.0:
@@ -102,6 +104,7 @@ def plan_memory(
     pinned: bool = True,
     state_dtype: str = "fp32",
     chunk_elements: int = DEFAULT_CHUNK_ELEMENTS,
+    early_updates: bool = True,
 ) -> dict[str, dict[str, int]]:
     """Return the bytes a :class:`forebay.AdamW` with these options will hold, per tier and purpose.
 
@@ -110,7 +113,9 @@ def plan_memory(
         device: the device that will train.
         offload_fraction: see :class:`forebay.AdamW`, as for the other arguments.
     """
-    options = Options(offload_fraction, placement, host_share, overlap, 0.0, pinned, False, chunk_elements)
+    options = Options(
+        offload_fraction, placement, host_share, overlap, 0.0, pinned, False, chunk_elements, early_updates
+    )
     check_state_dtype(state_dtype)
     rule = AdamWRule(torch.device("cpu"), state_dtype)  # it updates nothing here
     chunks = divide_params(list(params), options, rule, torch.device(device), 0)
@@ -129,10 +134,14 @@ def plan_memory(
         max(streamed, default=0) * min(NUM_STREAM_SLOTS if overlap else 1, len(streamed)),
     )
     add_bytes(plan, "pageable", "optimizer_state", state[Placement.HOST])
-    weights = [chunk.num_elements * chunk.dtype.itemsize for chunk in by_placement[Placement.HOST]]
-    add_bytes(plan, copied, "weights", sum(weights))
-    add_bytes(plan, copied, "gradients", sum(weights))
-    add_bytes(plan, copied, "other", CONTROL_BYTES if weights else 0)
+    on_host = by_placement[Placement.HOST]
+    weights = sum(weight_bytes(chunk) for chunk in on_host)
+    add_bytes(plan, copied, "weights", weights)
+    add_bytes(plan, copied, "gradients", weights)
+    add_bytes(plan, copied, "other", CONTROL_BYTES if on_host else 0)
+    spared = [chunk for chunk in on_host if chunk.has_spare]
+    add_bytes(plan, "pageable", "spares", sum(region_bytes(chunk, rule) for chunk in spared))
+    add_bytes(plan, copied, "spares", sum(weight_bytes(chunk) for chunk in spared))
     return plan
 
 
@@ -140,10 +149,12 @@ def divide_params(
     params: Sequence[torch.Tensor], options: Options, rule: UpdateRule, device: torch.device, first_param: int
 ) -> list[Chunk]:
     """Divide parameters, the first of which is number ``first_param``, into chunks for training on ``device``."""
-    return layout.divide(
+    chunks = layout.divide(
         [ParamSpec(param.numel(), param.dtype) for param in params],
         offload_fraction=options.offload_fraction,
         host_share=options.host_share_of(rule, device),
         chunk_elements=options.chunk_elements,
         first_param=first_param,
     )
+    # Without overlap nothing is sent during backward.
+    return with_spares(chunks, rule) if options.early_updates and options.overlap else chunks
