@@ -34,6 +34,9 @@ class WatchMode(TorchDispatchMode):
             for tensor, is_write in touched:
                 self._report(tensor, is_write, label)
         result = func(*args, **kwargs)
+        if func._schema.name.startswith("aten::_foreach_"):
+            # With a dispatch mode active torch does not count these writes, as it does without one.
+            torch.autograd.graph.increment_version([tensor for tensor, is_write in touched if is_write])
         # A fresh result is written by this operation; one that aliases an input was reported above.
         if not _is_view(func._schema):
             inputs = {t.untyped_storage()._cdata for t, _ in touched}
