@@ -257,7 +257,7 @@ class TestBetweenBackwardAndStep:
                 for step, num_backwards in enumerate([1, 1, 3, 1, 2, 2, 1, 1]):
                     for micro in range(num_backwards):
                         loss_of(model, batch(10 * step + micro)).backward()
-                    optimizer.clip_grad_norm_(CLIPPED if step % 3 == 0 else UNCLIPPED)
+                    optimizer.clip_grad_norm_(CLIPPED if step % 3 == 1 else UNCLIPPED)
                     optimizer.step()
                     optimizer.zero_grad(set_to_none=step % 2 == 0)
             optimizer.synchronize()
