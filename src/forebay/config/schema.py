@@ -130,6 +130,8 @@ class OptimizerConfig:
     """Who updates the host share: the GPU, to which its state is streamed, or the host. ``auto``: both."""
     optimizer_staging_gib: float = 0.0
     """GPU memory in GiB that host state may visit beyond the highest peak of a step."""
+    optimizer_early_updates: bool = True
+    """Start host updates during backward, before the norm is known; up to 1 byte of host memory an element."""
     overlap_cpu_optimizer_d2h_h2d: bool = False
     """Overlap the transfers of optimizer offloading with compute."""
     use_torch_optimizer_for_cpu_offload: bool = False

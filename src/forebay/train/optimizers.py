@@ -116,6 +116,7 @@ def _adamw_options(options: OptimizerConfig) -> dict[str, Any]:
         "placement": options.optimizer_offload_placement,
         "overlap": options.overlap_cpu_optimizer_d2h_h2d,
         "pinned": options.pin_cpu_params,
+        "early_updates": options.optimizer_early_updates,
     }
 
 
