@@ -38,7 +38,7 @@ extern "C" {
 #endif
 
 /* Raised by one whenever a struct, a code or the meaning of a field changes. */
-#define FOREBAY_ABI_VERSION 2
+#define FOREBAY_ABI_VERSION 3
 
 typedef enum { FOREBAY_FLOAT32 = 0, FOREBAY_BFLOAT16 = 1, FOREBAY_FLOAT16 = 2 } forebay_dtype;
 
@@ -115,11 +115,17 @@ typedef struct {
   int32_t failed_segment;  /* the segment it is about, or -1 */
   uint64_t num_runs;       /* runs that updated */
   uint64_t num_skipped;    /* runs that found_inf skipped */
+  uint64_t num_kept;       /* runs of forebay_resolve that left the outputs as they were */
   uint64_t busy_ns;        /* time that the runs took, added up */
 } forebay_task;
 
 /* Run a forebay_task. Any thread may call; calls are carried out one after the other. */
 FOREBAY_API void forebay_update(void *task);
+
+/* Settle an update whose outputs forebay_update wrote, separate from its inputs, before grad_scale and found_inf were
+ * known (that task has neither): nothing is to be done if they let the gradients be as they are; with another scale
+ * the update is made again; found_inf makes the outputs copies of the inputs. */
+FOREBAY_API void forebay_resolve(void *task);
 
 /* Sleep for the nanoseconds in the int64_t that the argument points at: a slow host task, for tests. */
 FOREBAY_API void forebay_delay(void *nanoseconds);

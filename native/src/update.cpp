@@ -156,18 +156,48 @@ int64_t local_boundary(int64_t boundary, int64_t start, int64_t num_elements) {
 
 // A thread takes one contiguous share of all elements, the same one in every run: the pages that it touched
 // first, on its NUMA node, stay its own.
-void update_part(void *context, int part, int num_parts) {
-  const forebay_task &task = *static_cast<const forebay_task *>(context);
+template <class F> void for_own_ranges(const forebay_task &task, int part, int num_parts, F &&handle) {
   const int64_t total = total_elements(task);
   const int64_t share = total / num_parts, rest = total % num_parts;
   const auto boundary = [=](int64_t k) { return k * share + (k < rest ? k : rest); };
   int64_t start = 0;
   for (int32_t i = 0; i < task.num_segments; ++i) {
     const forebay_segment &s = task.segments[i];
-    run_range(s, local_boundary(boundary(part), start, s.num_elements),
-              local_boundary(boundary(part + 1), start, s.num_elements));
+    handle(s, local_boundary(boundary(part), start, s.num_elements),
+           local_boundary(boundary(part + 1), start, s.num_elements));
     start += s.num_elements;
   }
+}
+
+void update_part(void *context, int part, int num_parts) {
+  for_own_ranges(*static_cast<const forebay_task *>(context), part, num_parts, run_range);
+}
+
+void copy_field(const void *from, void *to, int64_t begin, int64_t end, int64_t element_bytes) {
+  if (!from || !to || begin == end) return;
+  memcpy(static_cast<char *>(to) + begin * element_bytes, static_cast<const char *>(from) + begin * element_bytes,
+         static_cast<size_t>((end - begin) * element_bytes));
+}
+
+// The outputs become what the inputs are: an update that did not happen.
+void copy_part(void *context, int part, int num_parts) {
+  for_own_ranges(*static_cast<const forebay_task *>(context), part, num_parts,
+                 [](const forebay_segment &s, int64_t begin, int64_t end) {
+                   const int64_t state_bytes = s.state_dtype == FOREBAY_FLOAT32 ? 4 : 2;
+                   copy_field(s.param, s.param_out, begin, end, s.param_dtype == FOREBAY_FLOAT32 ? 4 : 2);
+                   if (s.master_kind != FOREBAY_MASTER_NONE) {
+                     copy_field(s.master, s.master_out, begin, end,
+                                s.master_kind == FOREBAY_MASTER_REMAINDER16 ? 2 : 4);
+                   }
+                   copy_field(s.state1, s.state1_out, begin, end, state_bytes);
+                   copy_field(s.state2, s.state2_out, begin, end, state_bytes);
+                 });
+}
+
+void run_on_threads(forebay_task &task, void (*work)(void *, int, int)) {
+  const int64_t useful = total_elements(task) / kMinPerThread;
+  const int threads = num_threads();
+  run_parts(work, &task, useful < 1 ? 1 : useful < threads ? static_cast<int>(useful) : threads);
 }
 
 uint64_t now_ns() {
@@ -176,36 +206,61 @@ uint64_t now_ns() {
   return static_cast<uint64_t>(now.tv_sec) * 1000000000u + static_cast<uint64_t>(now.tv_nsec);
 }
 
-void update(forebay_task &task) {
-  const uint64_t start_ns = now_ns();
+bool is_valid(forebay_task &task) {
   int32_t failed_segment;
   const int32_t status = check(task, &failed_segment);
-  if (status != FOREBAY_OK) {
-    if (task.status == FOREBAY_OK) {
-      task.failed_segment = failed_segment;
-      __atomic_store_n(&task.status, status, __ATOMIC_RELEASE);  // Python may be looking
-    }
-    return;
+  if (status != FOREBAY_OK && task.status == FOREBAY_OK) {
+    task.failed_segment = failed_segment;
+    __atomic_store_n(&task.status, status, __ATOMIC_RELEASE);  // Python may be looking
   }
-  if (task.found_inf && *task.found_inf != 0.0f) {
-    __atomic_fetch_add(&task.num_skipped, 1, __ATOMIC_RELEASE);
-    return;
-  }
-  const float grad_scale = task.grad_scale ? *task.grad_scale : 1.0f;
+  return status == FOREBAY_OK;
+}
+
+bool is_skipped(const forebay_task &task) { return task.found_inf && *task.found_inf != 0.0f; }
+
+float scale_of(const forebay_task &task) { return task.grad_scale ? *task.grad_scale : 1.0f; }
+
+void count(uint64_t *counter) { __atomic_fetch_add(counter, 1, __ATOMIC_RELEASE); }
+
+void run_update(forebay_task &task) {
+  const float grad_scale = scale_of(task);
   for (int32_t i = 0; i < task.num_segments; ++i) {
     forebay_segment &s = task.segments[i];
     const Plan plan = make_plan(task, *kernels(), s, grad_scale);
     memcpy(s.scratch, &plan, sizeof plan);
   }
-  const int64_t useful = total_elements(task) / kMinPerThread;
-  const int threads = num_threads();
-  run_parts(update_part, &task, useful < 1 ? 1 : useful < threads ? static_cast<int>(useful) : threads);
+  run_on_threads(task, update_part);
   for (int32_t i = 0; i < task.num_segments; ++i) {
     const forebay_segment &s = task.segments[i];
     if (s.step) *(s.step_out ? s.step_out : s.step) = plan_of(s).next_step;
   }
+}
+
+void update(forebay_task &task) {
+  const uint64_t start_ns = now_ns();
+  if (!is_valid(task)) return;
+  if (is_skipped(task)) return count(&task.num_skipped);
+  run_update(task);
   task.busy_ns += now_ns() - start_ns;
-  __atomic_fetch_add(&task.num_runs, 1, __ATOMIC_RELEASE);
+  count(&task.num_runs);
+}
+
+void resolve(forebay_task &task) {
+  const uint64_t start_ns = now_ns();
+  if (!is_valid(task)) return;
+  const bool skipped = is_skipped(task);
+  if (!skipped && scale_of(task) == 1.0f) return count(&task.num_kept);
+  if (skipped) {
+    run_on_threads(task, copy_part);
+    for (int32_t i = 0; i < task.num_segments; ++i) {
+      const forebay_segment &s = task.segments[i];
+      if (s.step && s.step_out) *s.step_out = *s.step;
+    }
+  } else {
+    run_update(task);
+  }
+  task.busy_ns += now_ns() - start_ns;
+  count(skipped ? &task.num_skipped : &task.num_runs);
 }
 
 struct Stream {
@@ -245,6 +300,10 @@ int64_t forebay_struct_size(int32_t which) {
 
 void forebay_update(void *task) {
   if (task) forebay::update(*static_cast<forebay_task *>(task));
+}
+
+void forebay_resolve(void *task) {
+  if (task) forebay::resolve(*static_cast<forebay_task *>(task));
 }
 
 void forebay_delay(void *nanoseconds) {

@@ -189,6 +189,13 @@ def test_backward_is_watched():
             engine.copy(Lane.DOWN, torch.empty(4), weight.grad)
 
 
+def test_writes_are_counted_while_watched():
+    grads = [torch.ones(3), torch.ones(3)]
+    with SimEngine(0).watch():
+        torch._foreach_mul_(grads, 2.0)
+    assert [grad._version for grad in grads] == [1, 1]
+
+
 def test_python_task_runs_after_what_was_enqueued_on_host_before():
     engine = SimEngine(0)
     buffer = engine.empty_host(4 * NUM_ELEMENTS, "gradients")

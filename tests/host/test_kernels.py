@@ -106,8 +106,8 @@ def outputs(segment: Segment) -> dict[str, torch.Tensor]:
     return values
 
 
-def run(algorithm: Algorithm, *segments: Segment, **scalars: torch.Tensor) -> UpdateTask:
-    task = UpdateTask("test", algorithm, segments, Hyper(**HYPERS[algorithm]), **scalars)
+def run(algorithm: Algorithm, *segments: Segment, resolve: bool = False, **scalars: torch.Tensor) -> UpdateTask:
+    task = UpdateTask("test", algorithm, segments, Hyper(**HYPERS[algorithm]), **scalars, resolve=resolve)
     task.run()
     task.raise_for_status()
     return task
@@ -320,6 +320,43 @@ def test_grad_scale_and_found_inf_are_read_at_run_time() -> None:
     task.run()
     assert task.num_runs == 2
     torch.testing.assert_close(scaled.exp_avg, 0.8 * before["exp_avg"], rtol=RTOL, atol=ATOL)
+
+
+@pytest.mark.parametrize("backend", [*instruction_sets(), "torch"])
+@pytest.mark.parametrize("algorithm", list(Algorithm))
+def test_resolve_gives_what_an_update_at_that_time_would(
+    algorithm: Algorithm, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if backend == "torch":
+        monkeypatch.setattr(kernels.native, "library", lambda: None)
+    else:
+        kernels.set_instruction_set(backend)
+    # More elements than one thread takes, and sizes that no vector divides.
+    for index, (grad, param, master, state) in enumerate(CASES):
+        options: dict[str, Any] = {"grad": grad, "param": param, "master": master, "state": state, "separate": True}
+        sizes = (40_001, 5, 20_003)
+        for scale, found_inf in ((1.0, 0.0), (0.3, 0.0), (torch.nan, 0.0), (1.0, 1.0), (0.3, torch.nan)):
+            early, late = ([make_segment(n, algorithm, seed=index + n, **options) for n in sizes] for _ in range(2))
+            scalars = {"grad_scale": torch.tensor(scale), "found_inf": torch.tensor(found_inf)}
+            run(algorithm, *early)
+            task = run(algorithm, *early, resolve=True, **scalars)
+            assert (task.num_kept, task.num_runs, task.num_skipped) == (
+                int(scale == 1.0 and found_inf == 0.0),
+                int(scale != 1.0 and found_inf == 0.0),
+                int(found_inf != 0.0),
+            )
+            run(algorithm, *late, **scalars)
+            for ours, theirs in zip(early, late, strict=True):
+                if found_inf != 0.0:
+                    inputs = {name: getattr(theirs, name) for name in NAMES if getattr(theirs, name) is not None}
+                    assert_same_bits(outputs(ours), inputs)
+                else:
+                    assert_same_bits(outputs(ours), outputs(theirs))
+
+
+def test_resolve_refuses_to_work_in_place() -> None:
+    with pytest.raises(ValueError, match=r"chunk 3: .* segment 0 updates param and exp_avg and exp_avg_sq and step in"):
+        UpdateTask("chunk 3", Algorithm.ADAMW, [make_segment(4)], Hyper(), resolve=True)
 
 
 def special_floats() -> torch.Tensor:

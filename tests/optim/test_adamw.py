@@ -356,7 +356,7 @@ class TestSemantics:
             model.named_parameters(), offload_fraction=1.0, placement="host", engine=SimEngine(0), chunk_elements=CHUNK
         )
         train(model, optimizer, num_steps=1)
-        task = next(iter(optimizer.placed.shares[Placement.HOST]._host_chunks[0].tasks.values()))
+        task = next(iter(optimizer.placed.shares[Placement.HOST]._host_chunks[0].current.tasks.values()))
         task._c_task.status = 3
         with pytest.raises(HostTaskError, match=r"embedding\.weight.*failed with status 3"):
             train(model, optimizer, num_steps=1)

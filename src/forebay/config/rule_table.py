@@ -360,7 +360,11 @@ _NATIVE = (
             "torch.optim does the updates",
             "optimizer.use_torch_optimizer_for_cpu_offload=False",
         )
-        for key in ("optimizer.optimizer_offload_placement", "optimizer.optimizer_staging_gib")
+        for key in (
+            "optimizer.optimizer_offload_placement",
+            "optimizer.optimizer_staging_gib",
+            "optimizer.optimizer_early_updates",
+        )
     ),
     _unread(
         "optimizer.optimizer_state_dtype",

@@ -9,7 +9,7 @@ import os
 import sys
 from pathlib import Path
 
-ABI_VERSION = 2
+ABI_VERSION = 3
 INSTRUCTION_SETS = ("avx512", "avx2", "neon", "scalar")
 MASTER_NONE, MASTER_REMAINDER16, MASTER_FLOAT32 = range(3)
 STREAM_KINDS = {"copy": 0, "update": 1}
@@ -60,7 +60,7 @@ class CTask(ctypes.Structure):
         *((name, ctypes.c_int32) for name in ("algorithm", "num_segments")),
         *((name, ctypes.c_void_p) for name in ("segments", "grad_scale", "found_inf")),
         *((name, ctypes.c_int32) for name in ("status", "failed_segment")),
-        *((name, ctypes.c_uint64) for name in ("num_runs", "num_skipped", "busy_ns")),
+        *((name, ctypes.c_uint64) for name in ("num_runs", "num_skipped", "num_kept", "busy_ns")),
     ]
 
 
@@ -79,6 +79,7 @@ def _declare(library: ctypes.CDLL) -> None:
         "forebay_abi_version": (int32, []),
         "forebay_struct_size": (int64, [int32]),
         "forebay_update": (None, [pointer]),
+        "forebay_resolve": (None, [pointer]),
         "forebay_delay": (None, [pointer]),
         "forebay_instruction_set": (ctypes.c_char_p, []),
         "forebay_set_instruction_set": (int32, [ctypes.c_char_p]),

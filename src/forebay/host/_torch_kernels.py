@@ -161,6 +161,27 @@ def update(
     return True
 
 
+@torch.no_grad()
+def resolve(
+    algorithm: str,
+    segments: Sequence[Segment],
+    hyper: Hyper,
+    grad_scale: torch.Tensor | None,
+    found_inf: torch.Tensor | None,
+) -> bool | None:
+    """Do what ``forebay_resolve`` does. Returns True for an update made again, False for a skipped one, else None."""
+    if found_inf is not None and found_inf.item() != 0:
+        for segment in segments:
+            for name in ("param", "master", "exp_avg", "exp_avg_sq", "step"):
+                output = getattr(segment, f"{name}_out")
+                if output is not None:
+                    output.copy_(getattr(segment, name))
+        return False
+    if grad_scale is None or grad_scale.item() == 1.0:
+        return None
+    return update(algorithm, segments, hyper, grad_scale, None)
+
+
 def stream_bandwidth(destination: torch.Tensor, source: torch.Tensor, repeats: int) -> float:
     """See ``kernels.stream_bandwidth``; in place when both tensors are the same."""
     best = 0.0

@@ -206,6 +206,10 @@ class UpdateTask:
         grad_scale: one float32 on the CPU that every gradient is multiplied with (a clip coefficient), read when the
             task runs. Default: 1.
         found_inf: one float32 on the CPU, read when the task runs; unless it is 0 nothing at all is changed.
+        resolve: settle an update whose separate outputs another task with the same segments has written before
+            ``grad_scale`` and ``found_inf`` were known, and had neither: keep the outputs if the scale is 1, make the
+            update again if it is not, make the outputs copies of the inputs if ``found_inf`` is not 0.
+            Default False.
 
     Raises:
         ValueError: a segment lacks what the algorithm needs, or a tensor is unfit.
@@ -219,10 +223,13 @@ class UpdateTask:
         hyper: Hyper,
         grad_scale: torch.Tensor | None = None,
         found_inf: torch.Tensor | None = None,
+        *,
+        resolve: bool = False,
     ) -> None:
         _check_scalar("grad_scale", grad_scale)
         _check_scalar("found_inf", found_inf)
         self.label = label
+        self._resolve = resolve
         self.algorithm = Algorithm(algorithm)
         self._hyper = hyper
         self._grad_scale = grad_scale
@@ -241,8 +248,8 @@ class UpdateTask:
         self.function_address = 0
         self.argument_address = 0
         if self._library is not None:
-            function = ctypes.cast(self._library.forebay_update, ctypes.c_void_p)
-            self.function_address = function.value or 0
+            self._function = self._library.forebay_resolve if resolve else self._library.forebay_update
+            self.function_address = ctypes.cast(self._function, ctypes.c_void_p).value or 0
             self.argument_address = ctypes.addressof(self._c_task)
         for index, segment in enumerate(self._segments):
             self.set_segment(index, segment)
@@ -295,19 +302,25 @@ class UpdateTask:
         missing = [field for field in needed if getattr(segment, field) is None]
         if missing:
             raise ValueError(f"{self.label}: {name} needs {' and '.join(missing)}, but segment {index} has none.")
+        used = [f for f in ("param", "master", "exp_avg", "exp_avg_sq", "step") if getattr(segment, f) is not None]
+        in_place = [f for f in used if _address(getattr(segment, f"{f}_out")) in (None, _address(getattr(segment, f)))]
+        if self._resolve and in_place:
+            raise ValueError(
+                f"{self.label}: resolving needs the inputs as they were, but segment {index} updates "
+                f"{' and '.join(in_place)} in place; give a separate {in_place[0]}_out."
+            )
         if segment.exp_avg_sq is not None and "exp_avg_sq" not in needed:
             raise ValueError(f"{self.label}: {name} has no exp_avg_sq, but segment {index} has one; leave it out.")
 
     def run(self) -> None:
         """Do the update now, on this and the library's other threads. Look at :meth:`status` afterwards."""
         if self._library is not None:
-            self._library.forebay_update(ctypes.addressof(self._c_task))
+            self._function(ctypes.addressof(self._c_task))
             return
         start_ns = time.monotonic_ns()
         try:
-            updated = fallback.update(
-                self.algorithm.name, self._segments, self.hyper, self._grad_scale, self._found_inf
-            )
+            function = fallback.resolve if self._resolve else fallback.update
+            updated = function(self.algorithm.name, self._segments, self.hyper, self._grad_scale, self._found_inf)
         except Exception as error:
             # Like the library, whose failures only the status tells: the work is done apart from who asked for it.
             self.error = self.error or error
@@ -316,6 +329,8 @@ class UpdateTask:
         if updated:
             self._c_task.num_runs += 1
             self._c_task.busy_ns += time.monotonic_ns() - start_ns
+        elif updated is None:
+            self._c_task.num_kept += 1
         else:
             self._c_task.num_skipped += 1
 
@@ -348,6 +363,11 @@ class UpdateTask:
     def num_skipped(self) -> int:
         """Runs that ``found_inf`` skipped."""
         return int(self._c_task.num_skipped)
+
+    @property
+    def num_kept(self) -> int:
+        """Runs of a ``resolve`` task that had nothing to do."""
+        return int(self._c_task.num_kept)
 
 
 def split_master(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

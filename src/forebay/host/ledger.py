@@ -16,6 +16,7 @@ PURPOSES = (
     "master_weights",  # full-precision weights, or the remainders that complete 16-bit ones
     "weights",
     "gradients",
+    "spares",  # where optimizer updates are made that may be dropped
     "activations",
     "staging",  # on its way between the tiers
     "other",

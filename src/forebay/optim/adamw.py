@@ -51,6 +51,9 @@ class AdamW(PlacedOptimizer):
             (4.1 bytes; no host kernel, so all that is offloaded is streamed) lose precision: they are stored with
             stochastic rounding, see :mod:`forebay.optim.low_precision`. Default ``"fp32"``, exact (10 bytes).
         chunk_elements: most elements that travel in one piece. Default about 16 Mi.
+        early_updates: start host updates during backward, before the gradient's norm is known, and settle them at
+            the step; takes up to 1 byte of host memory an offloaded element, see
+            :mod:`forebay.optim.early_updates`. Results are the same. Default True.
         engine: what moves the state. Default: this process's engine for the parameters' device.
 
     Raises:
@@ -75,12 +78,21 @@ class AdamW(PlacedOptimizer):
         skip_nonfinite: bool = False,
         state_dtype: str = "fp32",
         chunk_elements: int = DEFAULT_CHUNK_ELEMENTS,
+        early_updates: bool = True,
         engine: Engine | None = None,
     ) -> None:
         check_state_dtype(state_dtype)
         self._state_dtype = state_dtype
         options = Options(
-            offload_fraction, placement, host_share, overlap, staging_gib, pinned, skip_nonfinite, chunk_elements
+            offload_fraction=offload_fraction,
+            placement=placement,
+            host_share=host_share,
+            overlap=overlap,
+            staging_gib=staging_gib,
+            pinned=pinned,
+            skip_nonfinite=skip_nonfinite,
+            chunk_elements=chunk_elements,
+            early_updates=early_updates,
         )
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
         super().__init__(params, defaults, options, engine)

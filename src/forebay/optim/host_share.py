@@ -3,12 +3,12 @@
 Per parameter element 2 bytes of gradient go down and 2 bytes of weight come up (for bf16); the state itself
 never moves. A gradient goes down as soon as the last backward of a step has made it. Which backward is the last
 is learned from the step before; a wrong guess is noticed, because a gradient that changed after it was sent has
-another version, and the gradient is sent again.
+another version, and the gradient is sent again. Chunks with a spare are updated during backward, see
+:mod:`forebay.optim.early_updates`; the others at the step.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -16,10 +16,13 @@ import torch
 
 from forebay.engine import Buffer, Engine, Event, Lane, check_task
 from forebay.host import kernels
-from forebay.optim.chunk_state import ChunkState, flat
+from forebay.optim.chunk_state import ChunkState, flat, region_bytes
+from forebay.optim.early_updates import EarlyUpdates
 from forebay.optim.graph_hypers import GraphHypers
+from forebay.optim.host_chunk import Controls, HostChunk, StateCopy, segment_views
 from forebay.optim.layout import Chunk, Segment
 from forebay.optim.shares import Share, is_active
+from forebay.optim.spares import weight_bytes
 from forebay.optim.update_rule import KernelRule, StepContext, UpdateRule
 
 # Two sets of hyperparameters: Python fills one while the tasks of the step before still read the other. And one for
@@ -27,29 +30,6 @@ from forebay.optim.update_rule import KernelRule, StepContext, UpdateRule
 _NUM_PHASES = 2
 _GRAPH_PHASE = _NUM_PHASES
 CONTROL_BYTES = (_NUM_PHASES + 1) * 64
-
-
-@dataclasses.dataclass
-class _HostChunk:
-    """What the host kernel needs beside the state.
-
-    Attributes:
-        state: the chunk and its region.
-        weights: flat, the chunk's weights on the host, current after every update.
-        grads: flat, where its gradients land.
-        steps: fp32 (segments,), updates each segment has had.
-        label: names its parameters in errors and traces.
-        updated: the last update, after which ``grads`` may be overwritten.
-        tasks: one for each combination of segments with a gradient, phase and controls.
-    """
-
-    state: ChunkState
-    weights: torch.Tensor
-    grads: torch.Tensor
-    steps: torch.Tensor
-    label: str
-    updated: Event | None = None
-    tasks: dict[tuple[object, ...], kernels.UpdateTask] = dataclasses.field(default_factory=dict)
 
 
 class HostShare(Share):
@@ -67,7 +47,7 @@ class HostShare(Share):
         self._names = names
         self._pinned = pinned
         self._slabs: list[Buffer] = []
-        self._places: dict[int, list[tuple[_HostChunk, Segment, int]]] = {}
+        self._places: dict[int, list[tuple[HostChunk, Segment, int]]] = {}
         # Gradients that went down during backward, with their version then. Holding them keeps their addresses
         # from being reused, so a gradient at the same address is the same one.
         self._sent: dict[int, tuple[torch.Tensor, int]] = {}
@@ -76,11 +56,14 @@ class HostShare(Share):
         self._relied_on: set[int] = set()
         self._graph_hypers: GraphHypers | None = None
         self._all_sent: Event | None = None
-        self._host_chunks: list[_HostChunk] = []
+        self._host_chunks: list[HostChunk] = []
         self._controls: list[torch.Tensor] = []
         self._hypers: list[list[kernels.Hyper]] = [[] for _ in range(_NUM_PHASES + 1)]
         self._phase_done: list[Event | None] = [None] * _NUM_PHASES
         self._num_steps = 0
+        self._early = EarlyUpdates(engine, rule, _NUM_PHASES)
+        # Updated in the last step, in the order in which the host does it.
+        self._updated: list[HostChunk] = []
 
     def extend(self, chunks: Sequence[Chunk], params: Sequence[torch.Tensor]) -> None:
         """See :meth:`Share.extend`."""
@@ -91,29 +74,47 @@ class HostShare(Share):
         if not self._controls:
             slab = self._allocate(CONTROL_BYTES, "other")
             self._controls = [slab.view(torch.float32, 2, phase * 64) for phase in range(_NUM_PHASES + 1)]
-        num_bytes = sum(chunk.num_elements * chunk.dtype.itemsize for chunk in chunks)
+        num_bytes = sum(weight_bytes(chunk) for chunk in chunks)
         weights, grads = self._allocate(num_bytes, "weights"), self._allocate(num_bytes, "gradients")
         start = 0
         new = []
         for state in states:
             new.append(self._host_chunk(state, weights, grads, start))
-            start += new[-1].weights.nbytes
+            start += new[-1].grads.nbytes
+        self._add_spares(new)
         self._host_chunks += new
         self.chunks += states
         self._download(new, params)
 
-    def _allocate(self, num_bytes: int, purpose: str) -> Buffer:
-        self._slabs.append(self.engine.empty_host(num_bytes, purpose, pinned=self._pinned))
+    def _allocate(self, num_bytes: int, purpose: str, *, copied: bool = True) -> Buffer:
+        self._slabs.append(self.engine.empty_host(num_bytes, purpose, pinned=copied and self._pinned))
         return self._slabs[-1]
 
-    def _host_chunk(self, state: ChunkState, weights: Buffer, grads: Buffer, start: int) -> _HostChunk:
+    def _add_spares(self, chunks: Sequence[HostChunk]) -> None:
+        layouts = [chunk.state.chunk for chunk in chunks if chunk.state.chunk.has_spare]
+        if not layouts:
+            return
+        regions = self._allocate(sum(region_bytes(c, self.rule) for c in layouts), "spares", copied=False).tensor
+        weights = self._allocate(sum(weight_bytes(c) for c in layouts), "spares").tensor
+        for chunk in chunks:
+            if chunk.state.chunk.has_spare:
+                own, regions = regions.tensor_split([chunk.state.num_bytes])
+                weight, weights = weights.tensor_split([chunk.grads.nbytes])
+                steps = torch.zeros_like(chunk.current.steps)
+                chunk.spare = StateCopy(own, weight.view(chunk.state.chunk.dtype), steps)
+
+    def _host_chunk(self, state: ChunkState, weights: Buffer, grads: Buffer, start: int) -> HostChunk:
         chunk = state.chunk
         names = dict.fromkeys(self._names[segment.param] for segment in chunk.segments)
-        host_chunk = _HostChunk(
+        host_chunk = HostChunk(
             state,
-            weights.view(chunk.dtype, chunk.num_elements, start),
+            StateCopy(
+                state.region,
+                weights.view(chunk.dtype, chunk.num_elements, start),
+                torch.zeros(len(chunk.segments)),
+            ),
+            None,
             grads.view(chunk.dtype, chunk.num_elements, start),
-            torch.zeros(len(chunk.segments)),
             f"update of {', '.join(names)}",
         )
         for segment, offset in zip(chunk.segments, chunk.offsets, strict=True):
@@ -127,16 +128,16 @@ class HostShare(Share):
 
     def kept(self, number: int, index: int) -> tuple[str, ...] | None:
         """See :meth:`Share.kept`; the host kernel counts by itself."""
-        return self.rule.moments if self._host_chunks[number].steps[index] != 0 else None
+        return self.rule.moments if self._host_chunks[number].current.steps[index] != 0 else None
 
     def scalars(self, number: int, index: int) -> dict[str, Any]:
         """See :meth:`Share.scalars`."""
-        return self._kernel_rule.entry_of(self._host_chunks[number].steps[index].clone())
+        return self._kernel_rule.entry_of(self._host_chunks[number].current.steps[index].clone())
 
     def set_scalars(self, number: int, index: int, values: Mapping[str, Any] | None) -> None:
         """See :meth:`Share.set_scalars`."""
         step = 0.0 if values is None else self._kernel_rule.step_in(values)
-        self._host_chunks[number].steps[index] = step
+        self._host_chunks[number].current.steps[index] = step
 
     def refresh(self, numbers: set[int], params: Sequence[torch.Tensor]) -> None:
         """See :meth:`Share.refresh`; the host's copies of the weights are brought up to date too."""
@@ -144,12 +145,12 @@ class HostShare(Share):
         touched = [c for c in self._host_chunks if any(s.param in numbers for s in c.state.chunk.segments)]
         self._download(touched, params)
 
-    def _download(self, chunks: Sequence[_HostChunk], params: Sequence[torch.Tensor]) -> None:
+    def _download(self, chunks: Sequence[HostChunk], params: Sequence[torch.Tensor]) -> None:
         engine = self.engine
         # The copies read weights that the compute lane may still be writing.
         engine.wait(Lane.DOWN, engine.record(Lane.COMPUTE))
         for chunk in chunks:
-            for segment, weight in _segment_views(chunk.state.chunk, chunk.weights):
+            for segment, weight in segment_views(chunk.state.chunk, chunk.current.weights):
                 engine.copy(Lane.DOWN, weight, flat(params[segment.param], segment))
         engine.record(Lane.DOWN).synchronize()
 
@@ -172,19 +173,25 @@ class HostShare(Share):
         for number in self._places:
             grad = context.grads[number]
             if grad is not None and not self._is_sent(number, grad):
+                self.forget_sent(number)
                 self._send(number, grad)
             elif context.capturing and number in self._sent and self._sent[number] is self._sent_before.get(number):
                 self._relied_on.add(number)
-        self.forget_sent()
-        self._send_controls(context, phase)
-        self._set_hypers(context, phase)
+        controls = self._send_controls(context, phase)
+        hypers = self._set_hypers(context, phase)
         self._all_sent = engine.record(Lane.DOWN)
         # The kernel reads what the copies bring.
         engine.wait(Lane.HOST, self._all_sent)
-        for chunk in active:
-            self._update_chunk(chunk, phase, context)
+        # First what is most likely done already, so that its weights go up while the others are updated.
+        settled = [chunk for chunk in active if self._early.settle(chunk, context, hypers, controls)]
+        others = [chunk for chunk in active if chunk not in settled]
+        for chunk in others:
+            self._update_in_place(chunk, context, hypers, controls, self._hyper_memory(phase))
+        self._updated = settled + others
         if not context.capturing:
             self._phase_done[phase] = engine.record(Lane.HOST)
+        self._early.end_step(context)
+        self.forget_sent()
 
     def send_early(self, number: int, grad: torch.Tensor) -> None:
         """Send a parameter's gradient down, during backward; it is not expected to change any more."""
@@ -193,13 +200,24 @@ class HostShare(Share):
             self.engine.wait(Lane.DOWN, self.engine.record(Lane.COMPUTE))
             self._send(number, grad.detach().view(-1), speculative=True)
             self._sent[number] = (grad.detach(), grad._version)
+            for chunk, _, _ in self._places[number]:
+                if all(segment.param in self._sent for segment in chunk.state.chunk.segments):
+                    self._early.start(chunk, self._num_steps % _NUM_PHASES)
 
     def forget_sent(self, number: int | None = None) -> None:
-        """Send a parameter's gradient (all, by default) again in the coming step."""
-        if number is None:
-            self._sent.clear()
-        else:
+        """Send a parameter's gradient (all, by default) again in the coming step; drop what was made of it."""
+        if number is not None:
             self._sent.pop(number, None)
+            for chunk, _, _ in self._places.get(number, ()):
+                self._early.drop(chunk)
+            return
+        self._sent.clear()
+        self._drop_early()
+        self._early.end_backwards()
+
+    def _drop_early(self) -> None:
+        for chunk in self._host_chunks:
+            self._early.drop(chunk)
 
     def _is_sent(self, number: int, grad: torch.Tensor) -> bool:
         sent, version = self._sent.get(number, (None, 0))
@@ -208,7 +226,7 @@ class HostShare(Share):
     def _send(self, number: int, grad: torch.Tensor, *, speculative: bool = False) -> None:
         for chunk, segment, offset in self._places[number]:
             if chunk.updated is not None:
-                # The last step's update of this chunk may still read the gradients that this overwrites.
+                # The last update of this chunk may still read the gradients that this overwrites.
                 self.engine.wait(Lane.DOWN, chunk.updated)
             target = chunk.grads[offset : offset + segment.num_elements]
             part = grad[segment.start : segment.stop]
@@ -223,26 +241,30 @@ class HostShare(Share):
         if self._all_sent is not None:
             # From now on gradients may be zeroed, or their memory used for something else.
             self.engine.wait(Lane.COMPUTE, self._all_sent)
+            # An early update may be done while backward, or the user before the step, still uses the old weights on
+            # the compute lane; the copies that overwrite them come after everything before this step.
+            self.engine.wait(Lane.UP, self._all_sent)
             self._all_sent = None
-        for chunk in self._host_chunks:
+        for chunk in self._updated:
             layout = chunk.state.chunk
-            if not is_active(layout, context):
-                continue
             assert chunk.updated is not None
-            # The copies read the weights that the kernel writes. It came after this step's gradients, hence
-            # after every use of the old weights on the compute lane.
+            # The copies read the weights that the kernel writes.
             self.engine.wait(Lane.UP, chunk.updated)
-            for segment, weight in _segment_views(layout, chunk.weights):
+            for segment, weight in segment_views(layout, chunk.current.weights):
                 if context.grads[segment.param] is not None:
                     self.engine.copy(Lane.UP, flat(context.params[segment.param], segment), weight)
             uploaded = self.engine.record(Lane.UP)
             gates.update((segment.param, uploaded) for segment in layout.segments)
+        self._updated = []
         return gates
 
     # CUDA graphs
 
     def begin_capture(self) -> None:
-        """Take note of what was sent outside of the graph."""
+        """Take note of what was sent outside of the graph; from here on state stays where it is."""
+        # A graph updates state at the addresses of its capture, so chunks and spares may not trade places any more.
+        self._drop_early()
+        self._early.stop()
         self._sent_before, self._relied_on = dict(self._sent), set()
 
     def end_capture(self) -> None:
@@ -277,81 +299,45 @@ class HostShare(Share):
                 self._kernel_rule.set_hyper(hyper, group)
             self._graph_hypers.write(hypers)
 
-    def _set_hypers(self, context: StepContext, phase: int) -> None:
+    def _set_hypers(self, context: StepContext, phase: int) -> list[kernels.Hyper]:
         if context.capturing:
             assert self._graph_hypers is not None, "made by the first step"
             self._graph_hypers.send()
-            return
+            return self._graph_hypers.hypers
         if self._graph_hypers is None or len(self._graph_hypers.hypers) < len(context.groups):
             self._graph_hypers = GraphHypers(self.engine, len(context.groups), pinned=self._pinned)
-            self._hypers[_GRAPH_PHASE] = self._graph_hypers.hypers
         hypers = self._hypers[phase]
         hypers += [kernels.Hyper() for _ in context.groups[len(hypers) :]]
         for hyper, group in zip(hypers, context.groups, strict=True):
             self._kernel_rule.set_hyper(hyper, group)
-
-    def _send_controls(self, context: StepContext, phase: int) -> None:
-        for source, target in zip((context.grad_scale, context.skip), self._controls[phase].split(1), strict=True):
-            if source is not None:
-                self.engine.copy(Lane.DOWN, target, source)
-
-    def _update_chunk(self, chunk: _HostChunk, phase: int, context: StepContext) -> None:
-        layout = chunk.state.chunk
-        active = tuple(context.grads[segment.param] is not None for segment in layout.segments)
-        self.engine.host_task(
-            self._task(chunk, active, phase, context),
-            reads=[chunk.grads, self._controls[phase], *self._hyper_memory(phase)],
-            writes=[chunk.state.region, chunk.weights, chunk.steps],
-        )
-        chunk.updated = self.engine.record(Lane.HOST)
+        return hypers
 
     def _hyper_memory(self, phase: int) -> list[torch.Tensor]:
         return [self._graph_hypers.memory] if phase == _GRAPH_PHASE and self._graph_hypers is not None else []
 
-    def _task(
+    def _send_controls(self, context: StepContext, phase: int) -> Controls:
+        def send(source: torch.Tensor | None, target: torch.Tensor) -> torch.Tensor | None:
+            if source is None:
+                return None
+            self.engine.copy(Lane.DOWN, target, source)
+            return target
+
+        scale, skip = self._controls[phase].split(1)
+        return send(context.grad_scale, scale), send(context.skip, skip)
+
+    def _update_in_place(
         self,
-        chunk: _HostChunk,
-        active: tuple[bool, ...],
-        phase: int,
+        chunk: HostChunk,
         context: StepContext,
-    ) -> kernels.UpdateTask:
-        has_scale, has_skip = context.grad_scale is not None, context.skip is not None
-        # A graph's tasks read the hyperparameters that were there when it was captured.
-        key = (active, self._graph_hypers if phase == _GRAPH_PHASE else phase, has_scale, has_skip)
-        task = chunk.tasks.get(key)
-        if task is None:
-            fields = chunk.state.segment_fields(chunk.state.region)
-            weights = _segment_views(chunk.state.chunk, chunk.weights)
-            grads = _segment_views(chunk.state.chunk, chunk.grads)
-            algorithm = self._kernel_rule.host_algorithm
-            assert algorithm is not None
-            # The kernel has two slots for moments, named for Adam; other rules use the first or none.
-            slots = dict(zip(("exp_avg", "exp_avg_sq"), self.rule.moments, strict=False))
-            segments = [
-                kernels.Segment(
-                    grad=grads[index][1],
-                    param=weight,
-                    **{slot: fields[index][moment] for slot, moment in slots.items()},
-                    step=chunk.steps[index],
-                    master=fields[index].get("remainder", fields[index].get("master")),
-                    hyper=self._hypers[phase][context.group_of[segment.param]],
-                    first_element=segment.start,
-                    seed=segment.param,
-                )
-                for index, (segment, weight) in enumerate(weights)
-                if active[index]
-            ]
-            scale, skip = self._controls[phase].split(1)
-            task = kernels.UpdateTask(
-                chunk.label,
-                algorithm,
-                segments,
-                segments[0].hyper or kernels.Hyper(),
-                grad_scale=scale if has_scale else None,
-                found_inf=skip if has_skip else None,
-            )
-            chunk.tasks[key] = task
-        return task
+        hypers: Sequence[kernels.Hyper],
+        controls: Controls,
+        hyper_memory: Sequence[torch.Tensor],
+    ) -> None:
+        active = tuple(context.grads[segment.param] is not None for segment in chunk.state.chunk.segments)
+        task = chunk.task(self._kernel_rule, hypers, context.group_of, active, target=chunk.current, controls=controls)
+        given = [control for control in controls if control is not None]
+        self.engine.host_task(task, reads=[chunk.grads, *given, *hyper_memory], writes=chunk.current.tensors)
+        chunk.updated = self.engine.record(Lane.HOST)
 
     def check_tasks(self) -> None:
         """Raise :class:`HostTaskError`, naming parameters, if an update that has run by now failed."""
@@ -365,7 +351,7 @@ class HostShare(Share):
 
     def _tasks(self) -> Iterator[kernels.UpdateTask]:
         for chunk in self._host_chunks:
-            yield from chunk.tasks.values()
+            yield from chunk.tasks()
 
     @property
     def busy_ns(self) -> int:
@@ -373,12 +359,6 @@ class HostShare(Share):
         return sum(task.busy_ns for task in self._tasks())
 
     def settle(self) -> None:
-        """See :meth:`Share.settle`."""
+        """See :meth:`Share.settle`. Updates made early are dropped: they would be stale after a write."""
+        self._drop_early()
         self.engine.record(Lane.HOST).synchronize()
-
-
-def _segment_views(chunk: Chunk, field: torch.Tensor) -> list[tuple[Segment, torch.Tensor]]:
-    return [
-        (segment, field[offset : offset + segment.num_elements])
-        for segment, offset in zip(chunk.segments, chunk.offsets, strict=True)
-    ]

@@ -66,6 +66,7 @@ class Chunk:
         segments: its parts.
         offsets: where each segment starts in a field of the chunk, in elements.
         num_elements: length of a field, in elements, padding included.
+        has_spare: whether there is a second place for its state and weights, see :mod:`forebay.optim.spares`.
     """
 
     placement: Placement
@@ -73,6 +74,7 @@ class Chunk:
     segments: tuple[Segment, ...]
     offsets: tuple[int, ...]
     num_elements: int
+    has_spare: bool = False
 
 
 def divide(

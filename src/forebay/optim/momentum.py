@@ -11,7 +11,7 @@ from torch.optim.optimizer import ParamsT
 from forebay.engine import Engine
 from forebay.optim.hyperparameters import check_hyperparameters
 from forebay.optim.momentum_rule import MomentumRule
-from forebay.optim.options import DEFAULT_CHUNK_ELEMENTS, Options
+from forebay.optim.options import Options
 from forebay.optim.placed_optimizer import PlacedOptimizer
 from forebay.optim.update_rule import UpdateRule
 
@@ -24,25 +24,14 @@ class PlacementOptions(TypedDict, total=False):
 
     offload_fraction: float
     placement: str
-    host_share: float | None
+    host_share: float | str | None
     overlap: bool
     staging_gib: float
     pinned: bool
     skip_nonfinite: bool
+    early_updates: bool
     chunk_elements: int
     engine: Engine | None
-
-
-_DEFAULTS: PlacementOptions = {
-    "offload_fraction": 0.0,
-    "placement": "auto",
-    "host_share": None,
-    "overlap": True,
-    "staging_gib": 0.0,
-    "pinned": True,
-    "skip_nonfinite": False,
-    "chunk_elements": DEFAULT_CHUNK_ELEMENTS,
-}
 
 
 class _MomentumOptimizer(PlacedOptimizer):
@@ -52,7 +41,7 @@ class _MomentumOptimizer(PlacedOptimizer):
             choices = ", ".join([*defaults, *PlacementOptions.__annotations__])
             raise TypeError(f"unknown argument {unknown[0]!r}; choose from {choices}")
         engine = options.pop("engine", None)
-        super().__init__(params, defaults, Options(**{**_DEFAULTS, **options}), engine)  # type: ignore[arg-type]
+        super().__init__(params, defaults, Options(**options), engine)  # type: ignore[misc]
 
     def _arguments(self) -> dict[str, Any]:
         return {**self.defaults, **dataclasses.asdict(self._options)}

@@ -65,7 +65,13 @@ class OffloadedOptimizer(PlacedOptimizer):
         self._hyperparameters = hyperparameters
         self._schemas: list[elementwise.StateSchema] = []
         options = Options(
-            offload_fraction, "streamed", None, overlap, staging_gib, pinned, skip_nonfinite, chunk_elements
+            offload_fraction=offload_fraction,
+            placement="streamed",
+            overlap=overlap,
+            staging_gib=staging_gib,
+            pinned=pinned,
+            skip_nonfinite=skip_nonfinite,
+            chunk_elements=chunk_elements,
         )
         super().__init__(params, {}, options, engine)
         self.defaults = dict(self._schemas[0].defaults)
@@ -88,5 +94,6 @@ class OffloadedOptimizer(PlacedOptimizer):
 
     def _arguments(self) -> dict[str, Any]:
         options = dataclasses.asdict(self._options)
-        del options["placement"], options["host_share"]
+        for name in ("placement", "host_share", "early_updates"):
+            del options[name]  # nothing is updated on the host
         return {"optimizer_class": self._class, **options, **self._hyperparameters}

@@ -14,6 +14,7 @@ from forebay.optim.chunk_state import region_bytes
 from forebay.optim.host_share import CONTROL_BYTES
 from forebay.optim.layout import Chunk, ParamSpec, Placement
 from forebay.optim.low_precision import STATE_DTYPES
+from forebay.optim.spares import weight_bytes, with_spares
 from forebay.optim.update_rule import KernelRule, UpdateRule
 
 PLACEMENTS = ("auto", "streamed", "host")
@@ -29,14 +30,15 @@ NUM_STREAM_SLOTS = 3
 class Options:
     """The options of an optimizer with placed state; :class:`forebay.AdamW` says what each means."""
 
-    offload_fraction: float
-    placement: str
-    host_share: float | str | None
-    overlap: bool
-    staging_gib: float
-    pinned: bool
-    skip_nonfinite: bool
-    chunk_elements: int
+    offload_fraction: float = 0.0
+    placement: str = "auto"
+    host_share: float | str | None = None
+    overlap: bool = True
+    staging_gib: float = 0.0
+    pinned: bool = True
+    skip_nonfinite: bool = False
+    chunk_elements: int = DEFAULT_CHUNK_ELEMENTS
+    early_updates: bool = True
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.offload_fraction <= 1.0:
@@ -114,6 +116,7 @@ def plan_memory(
     pinned: bool = True,
     state_dtype: str = "fp32",
     chunk_elements: int = DEFAULT_CHUNK_ELEMENTS,
+    early_updates: bool = True,
 ) -> dict[str, dict[str, int]]:
     """Return the bytes a :class:`forebay.AdamW` with these options will hold, per tier and purpose.
 
@@ -122,7 +125,15 @@ def plan_memory(
         device: the device that will train.
         offload_fraction: see :class:`forebay.AdamW`, as for the other arguments.
     """
-    options = Options(offload_fraction, placement, host_share, overlap, 0.0, pinned, False, chunk_elements)
+    options = Options(
+        offload_fraction=offload_fraction,
+        placement=placement,
+        host_share=host_share,
+        overlap=overlap,
+        pinned=pinned,
+        chunk_elements=chunk_elements,
+        early_updates=early_updates,
+    )
     check_state_dtype(state_dtype)
     rule = AdamWRule(torch.device("cpu"), state_dtype)  # it updates nothing here
     chunks = divide_params(list(params), options, rule, torch.device(device), 0)
@@ -141,10 +152,14 @@ def plan_memory(
         max(streamed, default=0) * min(NUM_STREAM_SLOTS if overlap else 1, len(streamed)),
     )
     add_bytes(plan, "pageable", "optimizer_state", state[Placement.HOST])
-    weights = [chunk.num_elements * chunk.dtype.itemsize for chunk in by_placement[Placement.HOST]]
-    add_bytes(plan, copied, "weights", sum(weights))
-    add_bytes(plan, copied, "gradients", sum(weights))
-    add_bytes(plan, copied, "other", CONTROL_BYTES if weights else 0)
+    on_host = by_placement[Placement.HOST]
+    weights = sum(weight_bytes(chunk) for chunk in on_host)
+    add_bytes(plan, copied, "weights", weights)
+    add_bytes(plan, copied, "gradients", weights)
+    add_bytes(plan, copied, "other", CONTROL_BYTES if on_host else 0)
+    spared = [chunk for chunk in on_host if chunk.has_spare]
+    add_bytes(plan, "pageable", "spares", sum(region_bytes(chunk, rule) for chunk in spared))
+    add_bytes(plan, copied, "spares", sum(weight_bytes(chunk) for chunk in spared))
     return plan
 
 
@@ -160,4 +175,6 @@ def divide_params(
         first_param=first_param,
     )
     # Where there is no state (plain SGD on fp32 weights) there is nothing to offload.
-    return [c if region_bytes(c, rule) else dataclasses.replace(c, placement=Placement.DEVICE) for c in chunks]
+    chunks = [c if region_bytes(c, rule) else dataclasses.replace(c, placement=Placement.DEVICE) for c in chunks]
+    # Without overlap nothing is sent during backward.
+    return with_spares(chunks, rule) if options.early_updates and options.overlap else chunks

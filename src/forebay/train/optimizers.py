@@ -117,6 +117,7 @@ def _adamw_options(options: OptimizerConfig) -> dict[str, Any]:
         "overlap": options.overlap_cpu_optimizer_d2h_h2d,
         "pinned": options.pin_cpu_params,
         "state_dtype": options.optimizer_state_dtype,
+        "early_updates": options.optimizer_early_updates,
     }
 
 
