@@ -318,7 +318,7 @@ class TestBetweenBackwardAndStep:
     def test_failure_is_named(self):
         engine = SimEngine(0)
         model, optimizer = make(engine)
-        train(engine, model, optimizer, [None] * 3)
+        train(engine, model, optimizer, [None] * 7)  # after which the tasks are used again
         for chunk in chunks_of(optimizer):
             for place in (chunk.current, chunk.spare):
                 for key, task in place.tasks.items():
