@@ -38,7 +38,7 @@ class Options:
     pinned: bool
     skip_nonfinite: bool
     chunk_elements: int
-    early_updates: bool
+    early_updates: bool = True
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.offload_fraction <= 1.0:
