@@ -315,6 +315,7 @@ class TestBetweenBackwardAndStep:
             assert_bitwise(state, expected_state)
             assert min(kept, again) > 0
 
+    @pytest.mark.skipif(kernels.backend() == "torch", reason="makes the native kernel refuse a task")
     def test_failure_is_named(self):
         engine = SimEngine(0)
         model, optimizer = make(engine)
