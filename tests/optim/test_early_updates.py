@@ -315,10 +315,11 @@ class TestBetweenBackwardAndStep:
             assert_bitwise(state, expected_state)
             assert min(kept, again) > 0
 
+    @pytest.mark.skipif(kernels.backend() == "torch", reason="makes the native kernel refuse a task")
     def test_failure_is_named(self):
         engine = SimEngine(0)
         model, optimizer = make(engine)
-        train(engine, model, optimizer, [None] * 3)
+        train(engine, model, optimizer, [None] * 7)  # after which the tasks are used again
         for chunk in chunks_of(optimizer):
             for place in (chunk.current, chunk.spare):
                 for key, task in place.tasks.items():

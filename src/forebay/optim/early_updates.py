@@ -23,6 +23,9 @@ from forebay.optim.update_rule import KernelRule, StepContext, UpdateRule
 # Early updates that are not used cost memory bandwidth. After one was made in vain, this many steps at most pass
 # without any, twice as many each time.
 MOST_PAUSED_STEPS = 16
+# Sets of hyperparameters, of which each step writes one during backward. Python is more than a step ahead of the
+# host: what it has waited for by then, at the step before, are the tasks of three steps ago.
+_NUM_PHASES = 3
 
 
 class EarlyUpdates:
@@ -31,18 +34,18 @@ class EarlyUpdates:
     Args:
         engine: runs them.
         rule: what the state is.
-        num_phases: how many steps there may be whose tasks still read their hyperparameters.
     """
 
-    def __init__(self, engine: Engine, rule: UpdateRule, num_phases: int) -> None:
+    def __init__(self, engine: Engine, rule: UpdateRule) -> None:
         self._engine = engine
         self._rule = rule
         self._groups: Sequence[dict[str, Any]] = ()
         self._group_of: Sequence[int] = ()
-        self._hypers: list[list[kernels.Hyper]] = [[] for _ in range(num_phases)]
+        self._hypers: list[list[kernels.Hyper]] = [[] for _ in range(_NUM_PHASES)]
         # The last task that reads each of them.
-        self._done: list[Event | None] = [None] * num_phases
-        self._phase: int | None = None  # of the coming step, once it has an early update
+        self._done: list[Event | None] = [None] * _NUM_PHASES
+        self._phase = 0  # of the coming step
+        self._begun = False  # whether its hyperparameters are written
         self._resolving: dict[int, kernels.UpdateTask] = {}
         self._num_kept = self._num_dropped = 0  # as far as Python knows by itself
         self._last_counts = (0, 0)
@@ -61,37 +64,32 @@ class EarlyUpdates:
 
     # During backward
 
-    def start(self, chunk: HostChunk, phase: int) -> None:
-        """Update a chunk whose gradients have all been sent down, if there is a place for the outcome.
-
-        Args:
-            chunk: all its gradients are on the way.
-            phase: of the coming step, 0 to ``num_phases - 1``.
-        """
-        if chunk.spare is None or self._is_stopped or self._is_paused() or not self._begin(phase):
+    def start(self, chunk: HostChunk) -> None:
+        """Update a chunk whose gradients have all been sent down, if there is a place for the outcome."""
+        if chunk.spare is None or self._is_stopped or self._is_paused() or not self._begin():
             return
         engine = self._engine
         # The kernel reads what the copies down bring. They came after the compute lane had waited for the copies up
         # of the step before last, which read the weights that the spare had until then: it may be overwritten.
         engine.wait(Lane.HOST, engine.record(Lane.DOWN))
-        task = self._task(chunk, phase)
+        task = self._task(chunk)
         engine.host_task(task, reads=[chunk.grads, *chunk.current.tensors], writes=chunk.spare.tensors)
-        chunk.updated = self._done[phase] = engine.record(Lane.HOST)
+        chunk.updated = self._done[self._phase] = engine.record(Lane.HOST)
         chunk.is_early = True
 
-    def _begin(self, phase: int) -> bool:
-        if self._phase is None and self._groups:
-            done = self._done[phase]
+    def _begin(self) -> bool:
+        if not self._begun and self._groups:
+            done = self._done[self._phase]
             if done is not None and not done.query():
-                # Tasks that read these hyperparameters have not all run. Blocking backward for an early start
-                # would gain nothing.
+                # Tasks that read these hyperparameters have not all run, such as those that were dropped in this
+                # very step. Blocking backward for an early start would gain nothing.
                 return False
-            hypers = self._hypers[phase]
+            hypers = self._hypers[self._phase]
             hypers += [kernels.Hyper() for _ in self._groups[len(hypers) :]]
             for hyper, group in zip(hypers, self._groups, strict=True):
                 self._kernel_rule.set_hyper(hyper, group)
-            self._phase = phase
-        return self._phase is not None
+            self._begun = True
+        return self._begun
 
     def drop(self, chunk: HostChunk) -> None:
         """Do not use a chunk's early update, if there is one."""
@@ -121,12 +119,11 @@ class EarlyUpdates:
         if not chunk.is_early or not self._is_right(chunk, context, hypers):
             self.drop(chunk)
             return False
-        assert self._phase is not None
         assert chunk.spare is not None
         chunk.is_early = False
         given = [control for control in controls if control is not None]
         if given:
-            task = self._task(chunk, self._phase, controls, resolve=True)
+            task = self._task(chunk, controls, resolve=True)
             self._resolving[id(task)] = task
             self._engine.host_task(
                 task, reads=[*given, chunk.grads, *chunk.current.tensors], writes=chunk.spare.tensors
@@ -138,7 +135,6 @@ class EarlyUpdates:
         return True
 
     def _is_right(self, chunk: HostChunk, context: StepContext, hypers: Sequence[kernels.Hyper]) -> bool:
-        assert self._phase is not None
         for segment in chunk.state.chunk.segments:
             used = self._hypers[self._phase][self._group_of[segment.param]]
             if context.grads[segment.param] is None or bytes(used) != bytes(hypers[context.group_of[segment.param]]):
@@ -148,22 +144,24 @@ class EarlyUpdates:
     def end_step(self, context: StepContext) -> None:
         """Take note that all chunks have been settled; remember the groups, whose values may change until then."""
         self._groups, self._group_of = context.groups, context.group_of
+        self._phase = (self._phase + 1) % _NUM_PHASES
+        self._begun = False
         self._paused_steps = max(self._paused_steps - 1, 0)
         self._looked = False
 
     def end_backwards(self) -> None:
         """Take note that there is no early update any more; the next takes the hyperparameters of its time."""
-        self._phase = None
+        self._begun = False
 
     def _task(
-        self, chunk: HostChunk, phase: int, controls: Controls = (None, None), *, resolve: bool = False
+        self, chunk: HostChunk, controls: Controls = (None, None), *, resolve: bool = False
     ) -> kernels.UpdateTask:
         assert chunk.spare is not None
         # With a parameter that is not updated the spare would miss what belongs to it.
         all_active = (True,) * len(chunk.state.chunk.segments)
         return chunk.task(
             self._kernel_rule,
-            self._hypers[phase],
+            self._hypers[self._phase],
             self._group_of,
             all_active,
             target=chunk.spare,

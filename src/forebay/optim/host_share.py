@@ -61,7 +61,7 @@ class HostShare(Share):
         self._hypers: list[list[kernels.Hyper]] = [[] for _ in range(_NUM_PHASES + 1)]
         self._phase_done: list[Event | None] = [None] * _NUM_PHASES
         self._num_steps = 0
-        self._early = EarlyUpdates(engine, rule, _NUM_PHASES)
+        self._early = EarlyUpdates(engine, rule)
         # Updated in the last step, in the order in which the host does it.
         self._updated: list[HostChunk] = []
 
@@ -202,7 +202,7 @@ class HostShare(Share):
             self._sent[number] = (grad.detach(), grad._version)
             for chunk, _, _ in self._places[number]:
                 if all(segment.param in self._sent for segment in chunk.state.chunk.segments):
-                    self._early.start(chunk, self._num_steps % _NUM_PHASES)
+                    self._early.start(chunk)
 
     def forget_sent(self, number: int | None = None) -> None:
         """Send a parameter's gradient (all, by default) again in the coming step; drop what was made of it."""
