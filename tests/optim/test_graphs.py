@@ -19,7 +19,7 @@ from forebay.optim.streamed_share import StreamedShare
 
 SEEDS = range(50)
 CHUNK = 4096
-NUM_WARMUP, NUM_LAUNCHES, NUM_AFTER = 4, 4, 2
+NUM_WARMUP, NUM_LAUNCHES, NUM_AFTER = 4, 5, 3
 PLACEMENTS = [
     {"offload_fraction": 0.0},
     {"offload_fraction": 1.0, "placement": "streamed"},
