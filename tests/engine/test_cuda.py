@@ -205,6 +205,6 @@ class TestCapture:
 
 def test_a_failing_call_names_what_failed(bench):
     bench.cuda._MemcpyAsync = lambda *arguments: 700
-    bench.engine._runtime._memcpy = bench.cuda._MemcpyAsync
+    bench.engine.runtime._memcpy = bench.cuda._MemcpyAsync
     with pytest.raises(RuntimeError, match=r"copying 16 bytes failed: CUDA error 700 \(code 700\)"):
         bench.engine.copy(Lane.DOWN, torch.zeros(4), torch.zeros(4))

@@ -237,3 +237,89 @@ def test_foreach_operations_count_as_writes():
         torch._foreach_mul_(tensors, torch.tensor(0.5))
         torch._foreach_norm(tensors)
     assert all(tensor._version > version for tensor, version in zip(tensors, before, strict=True))
+
+
+class TestCapture:
+    """Nothing is carried out in a capture, and all of it, in adversarial order, at every replay."""
+
+    @staticmethod
+    def chain(engine, source, host, target, *, omit=None):
+        source.add_(1.0)
+        if omit != "wait before the copy down":
+            engine.wait(Lane.DOWN, engine.record(Lane.COMPUTE))
+        engine.copy(Lane.DOWN, host, source)
+        if omit != "wait before the copy up":
+            engine.wait(Lane.UP, engine.record(Lane.DOWN))
+        engine.copy(Lane.UP, target, host)
+        if omit != "join":
+            engine.join()
+        return target * 2.0
+
+    def test_replays(self, engine):
+        host = floats(engine.empty_host(4 * NUM_ELEMENTS, "other"), 0.0)
+        source, target = torch.zeros(NUM_ELEMENTS), torch.zeros(NUM_ELEMENTS)
+        with engine.watch():
+            with engine.capture() as graph:
+                result = self.chain(engine, source, host, target)
+                assert engine.capturing
+            assert not engine.capturing
+            assert source[0] == target[0] == 0
+            for number in range(1, 4):
+                graph.replay()
+                assert torch.equal(result, torch.full((NUM_ELEMENTS,), 2.0 * number))
+            version = source._version
+            graph.replay()
+            assert source._version == version, "a launch counts no writes"
+
+    @pytest.mark.parametrize("omit", ["wait before the copy down", "wait before the copy up"])
+    def test_planted_fault_is_caught_at_the_replay(self, engine, omit):
+        host = floats(engine.empty_host(4 * NUM_ELEMENTS, "other"), 0.0)
+        source, target = torch.zeros(NUM_ELEMENTS), torch.zeros(NUM_ELEMENTS)
+        with engine.watch():
+            with engine.capture() as graph:
+                self.chain(engine, source, host, target, omit=omit)
+            with pytest.raises(RaceError, match="of the graph"):
+                graph.replay()
+
+    def test_work_outside_is_not_waited_for_by_itself(self, engine):
+        host = floats(engine.empty_host(4 * NUM_ELEMENTS, "other"), 0.0)
+        source, target = torch.zeros(NUM_ELEMENTS), torch.zeros(NUM_ELEMENTS)
+        with engine.capture() as graph:
+            self.chain(engine, source, host, target)
+        engine.copy(Lane.UP, target, host)
+        with pytest.raises(RaceError, match=r"'(down|up) of the graph' writes"):
+            graph.replay()
+
+    def test_what_a_graph_cannot_hold(self, engine):
+        host = floats(engine.empty_host(4 * NUM_ELEMENTS, "other"), 0.0)
+        source, target = torch.zeros(NUM_ELEMENTS), torch.zeros(NUM_ELEMENTS)
+
+        def capture(body):
+            with engine.capture():
+                body()
+
+        for body, text in [
+            (lambda: self.chain(engine, source, host, target, omit="join"), r"not joined .* optimizer.join\(\)"),
+            (lambda: source.sum().item(), "waits for the device, which is not permitted"),
+            (lambda: source.copy_(host), "waits for the device, which is not permitted"),
+            (lambda: engine.empty_host(8, "other"), "allocating host memory for other while a graph is being captured"),
+            (engine.synchronize, "synchronizing the engine while a graph is being captured"),
+            (lambda: engine.host_task(PythonTask(lambda: None)), "'task' is Python code, which a CUDA graph cannot"),
+        ]:
+            with pytest.raises(RuntimeError, match=text):
+                capture(body)
+
+    def test_memory_of_a_graph_is_poisoned_at_every_replay(self):
+        engine = SimEngine(0)
+        host = floats(engine.empty_host(4 * NUM_ELEMENTS, "other"), 1.0)
+        seen = torch.zeros(NUM_ELEMENTS)
+        with engine.capture() as graph:
+            buffer = engine.empty_device(4 * NUM_ELEMENTS, "staging")
+            seen.copy_(floats(buffer))  # before anything is there
+            engine.wait(Lane.UP, engine.record(Lane.COMPUTE))
+            engine.copy(Lane.UP, floats(buffer), host)
+            engine.join()
+            buffer.release()
+        for _ in range(2):
+            graph.replay()
+            assert seen.isnan().all()

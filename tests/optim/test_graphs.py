@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from fake_cuda import COMPUTE, EngineOnFake
@@ -10,8 +12,9 @@ from tiny import assert_bitwise
 from torch import nn
 
 import forebay
-from forebay.engine import Lane
+from forebay.engine import HostTaskError, Lane
 from forebay.engine.sim import RaceError, SimEngine
+from forebay.host import kernels
 from forebay.optim.streamed_share import StreamedShare
 
 SEEDS = range(50)
@@ -73,7 +76,7 @@ def test_rotated_launches_are_eager_steps(seed, eager):
 
 
 @pytest.mark.parametrize("rotated", [False, True])
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(10))
 def test_eager_steps_and_state_dicts_between_launches(seed, rotated, eager):
     engine = SimEngine(seed)
     with engine.watch():
@@ -254,6 +257,25 @@ class TestErrors:
         trainer.optimizer.clip_grad_norm_(0.1)
         with pytest.raises(RuntimeError, match=r"clip_grad_norm_\(\) was called before the capture"):
             self.capture(trainer, trainer.optimizer.step)
+
+    def test_other_optimizers(self):
+        param = nn.Parameter(torch.ones(64))
+        engine = SimEngine(0)
+        optimizer = forebay.SGD([param], lr=0.1, engine=engine)
+        param.grad = torch.ones(64)
+        optimizer.step()
+        with pytest.raises(ValueError, match="a step of SGD cannot be captured in a CUDA graph, only one of AdamW"):
+            self.capture(SimpleNamespace(engine=engine), optimizer.step)
+
+    @pytest.mark.skipif(kernels.backend() == "torch", reason="spoils a task of the native kernel")
+    def test_a_host_update_that_fails_in_a_launch(self):
+        trainer, graph = captured(2)
+        trainer.launch(graph, [NUM_WARMUP])
+        for task in trainer.optimizer.placed._host._tasks():
+            task._c_segments[0].grad = None
+        trainer.launch(graph, [NUM_WARMUP + 1])
+        with pytest.raises(HostTaskError, match=r"host task 'update of .* failed"):
+            trainer.launch(graph, [NUM_WARMUP + 2])
 
     def test_no_gradients(self):
         trainer = self.warm()

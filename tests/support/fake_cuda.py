@@ -193,7 +193,7 @@ class FakeCudaEngine(CudaEngine):
 
     def __init__(self, cuda, current_stream):
         self.device = torch.device("cpu")
-        self._numa_node = None
+        self.numa_node = None
         self._set_up(cuda.runtime, current_stream, STREAMS, DETOURS)
 
     def take_peak_bytes(self):

@@ -13,7 +13,6 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import functools
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -31,8 +30,9 @@ from forebay.engine.base import (
     TaskLog,
     Traffic,
 )
+from forebay.engine.cuda_buffers import CudaDeviceBuffer, CudaHostBuffer
 from forebay.engine.cuda_runtime import DEVICE_TO_HOST, HOST_TO_DEVICE, CudaRuntime, loaded_runtime, sanitizer_is_on
-from forebay.host.ledger import Ledger, Tier
+from forebay.host.ledger import Ledger
 from forebay.host.numa import numa_node_of_pci_device
 from forebay.host.slab import HostSlab
 
@@ -65,7 +65,7 @@ class _Event:
         if not self.capture:
             self._engine._free_events.append(self.handle)
         else:
-            self._engine._runtime.destroy_event(self.handle)
+            self._engine.runtime.destroy_event(self.handle)
 
 
 @dataclasses.dataclass(slots=True)
@@ -87,6 +87,10 @@ class CudaEngine(Engine):
     Args:
         device: a CUDA device.
         delay_seed: put random delays on every lane, to look for missing waits. Default None: no delays.
+
+    Attributes:
+        runtime: the CUDA runtime.
+        numa_node: of the device; None if unknown.
     """
 
     kind = "cuda"
@@ -101,7 +105,7 @@ class CudaEngine(Engine):
         self.device = torch.device("cuda", index)
         properties: Any = torch.cuda.get_device_properties(self.device)
         bus = f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
-        self._numa_node = numa_node_of_pci_device(bus)
+        self.numa_node = numa_node_of_pci_device(bus)
         torch.zeros(1, device=self.device)  # loads the runtime and makes the context
         # Torch's stream objects stay referenced: they own the handles that are used.
         self._torch_streams = {lane: torch.cuda.Stream(self.device) for lane in SIDE_LANES}
@@ -125,7 +129,7 @@ class CudaEngine(Engine):
     ) -> None:
         """Set what needs no device, so that tests can hand in a runtime that only checks how it is called."""
         self.ledger = Ledger()
-        self._runtime = runtime
+        self.runtime = runtime
         self._current_stream = current_stream
         self._streams = streams
         self._delays = _Delays(delay_seed) if delay_seed is not None else None
@@ -150,7 +154,7 @@ class CudaEngine(Engine):
         self._forget_waits()
 
     def _new_event(self) -> int:
-        return self._free_events.pop() if self._free_events else self._runtime.create_event(self.device.index or 0)
+        return self._free_events.pop() if self._free_events else self.runtime.create_event(self.device.index or 0)
 
     # Captures
 
@@ -165,7 +169,7 @@ class CudaEngine(Engine):
             # What another stream has waited for, this one has not.
             self._compute_stream = stream
             self._waited[Lane.COMPUTE] = dict.fromkeys(SIDE_LANES, 0)
-        if stream and self._runtime.is_capturing(stream):  # the default stream cannot be captured
+        if stream and self.runtime.is_capturing(stream):  # the default stream cannot be captured
             return True
         if self._capture:
             self._leave()
@@ -174,7 +178,7 @@ class CudaEngine(Engine):
     def _is_entered(self) -> bool:
         """Return whether the side streams are part of the capture that is under way."""
         # The number alone would not tell: another capture may have begun without a call in between.
-        return self._capture != 0 and self._runtime.is_capturing(self._streams[Lane.DOWN])
+        return self._capture != 0 and self.runtime.is_capturing(self._streams[Lane.DOWN])
 
     def _enter(self, stream: int) -> None:
         """Make the side streams part of the capture of ``stream``."""
@@ -192,7 +196,7 @@ class CudaEngine(Engine):
         # now, once, rather than at every replay.
         fork = self._record(Lane.COMPUTE, stream)
         for side in self._streams.values():
-            self._runtime.wait(side, fork.handle)
+            self.runtime.wait(side, fork.handle)
 
     def _leave(self) -> None:
         capture, self._capture = self._capture, 0
@@ -229,7 +233,7 @@ class CudaEngine(Engine):
         handle = self._new_event()
         self._num_events[lane] += 1
         event = _Event(self, handle, lane, self._num_events[lane], self._capture)
-        self._runtime.record(handle, compute_stream if lane is Lane.COMPUTE else self._streams[lane])
+        self.runtime.record(handle, compute_stream if lane is Lane.COMPUTE else self._streams[lane])
         return event
 
     def _keep_until(self, event: _Event) -> None:
@@ -255,11 +259,11 @@ class CudaEngine(Engine):
                 return  # the lane comes after a later event of that lane already
             self._waited[lane][source] = event.position
         if lane is not Lane.COMPUTE or source is Lane.COMPUTE:
-            self._runtime.wait(stream if lane is Lane.COMPUTE else self._streams[lane], event.handle)
+            self.runtime.wait(stream if lane is Lane.COMPUTE else self._streams[lane], event.handle)
             return
         if is_captured:
-            self._runtime.wait(stream, event.handle)
-        elif not self._runtime.has_passed(event.handle):  # what is past needs no wait
+            self.runtime.wait(stream, event.handle)
+        elif not self.runtime.has_passed(event.handle):  # what is past needs no wait
             self._timed_wait(stream, event)
         self._give_back(event)
 
@@ -269,10 +273,10 @@ class CudaEngine(Engine):
         if self._free_timers:
             before, after = self._free_timers.pop()
         else:
-            before, after = (self._runtime.create_event(self.device.index or 0, timing=True) for _ in range(2))
-        self._runtime.record(before, stream)
-        self._runtime.wait(stream, event.handle)
-        self._runtime.record(after, stream)
+            before, after = (self.runtime.create_event(self.device.index or 0, timing=True) for _ in range(2))
+        self.runtime.record(before, stream)
+        self.runtime.wait(stream, event.handle)
+        self.runtime.record(after, stream)
         self._stalls.append((before, after))
 
     def _give_back(self, event: _Event) -> None:
@@ -290,16 +294,16 @@ class CudaEngine(Engine):
         if self._look(stream):
             raise RuntimeError("asking whether an event has passed, while a CUDA graph is being captured")
         # Launches of a captured event's graph are on the compute stream.
-        return self._runtime.is_idle(stream) if event.capture else self._runtime.has_passed(event.handle)
+        return self.runtime.is_idle(stream) if event.capture else self.runtime.has_passed(event.handle)
 
     def _synchronize_event(self, event: _Event) -> None:
         stream = self._current_stream()
         if self._look(stream):
             raise RuntimeError("waiting for an event, in Python, while a CUDA graph is being captured")
         if event.capture:
-            self._runtime.synchronize_stream(stream)
+            self.runtime.synchronize_stream(stream)
         else:
-            self._runtime.synchronize_event(event.handle)
+            self.runtime.synchronize_event(event.handle)
 
     def copy(self, lane: Lane, destination: torch.Tensor, source: torch.Tensor, *, speculative: bool = False) -> None:
         """See :meth:`Engine.copy`."""
@@ -325,7 +329,7 @@ class CudaEngine(Engine):
             with torch.cuda.stream(self._torch_streams[lane]), torch.no_grad():
                 destination.view(-1).copy_(source.view(-1), non_blocking=True)
         else:
-            self._runtime.copy(destination.data_ptr(), source.data_ptr(), num_bytes, kind, stream)
+            self.runtime.copy(destination.data_ptr(), source.data_ptr(), num_bytes, kind, stream)
         if num_bytes >= _GAP_BYTES and not is_captured:  # in a graph it would be an edge, not a node
             self._leave_gap(lane)
         # Without a reference the caching allocator could give the device side to another tensor of the compute
@@ -343,10 +347,10 @@ class CudaEngine(Engine):
         # small copies, such as reading a loss, then wait for all of ours: 91 ms behind 4.8 GB, measured, against
         # 2.5 ms with this detour over another stream, which costs no throughput.
         detour, away, back = self._detours[lane]
-        self._runtime.record(away, self._streams[lane])
-        self._runtime.wait(detour, away)
-        self._runtime.record(back, detour)
-        self._runtime.wait(self._streams[lane], back)
+        self.runtime.record(away, self._streams[lane])
+        self.runtime.wait(detour, away)
+        self.runtime.record(back, detour)
+        self.runtime.wait(self._streams[lane], back)
 
     def host_task(
         self, task: HostTask, reads: Iterable[torch.Tensor] = (), writes: Iterable[torch.Tensor] = ()
@@ -360,7 +364,7 @@ class CudaEngine(Engine):
                 raise RuntimeError(PYTHON_TASK_IN_GRAPH.format(task.label))
             # Python code cannot run inside a host function: it would need the GIL, which this thread may
             # hold while it waits for the device.
-            self._runtime.synchronize_stream(self._streams[Lane.HOST])
+            self.runtime.synchronize_stream(self._streams[Lane.HOST])
             task.run()
             return
         if is_captured:
@@ -371,7 +375,7 @@ class CudaEngine(Engine):
         self._open[Lane.HOST][1].append(task)
 
     def _launch(self, function: int, argument: int) -> None:
-        self._runtime.launch_host_function(self._streams[Lane.HOST], function, argument)
+        self.runtime.launch_host_function(self._streams[Lane.HOST], function, argument)
 
     def check_tasks(self) -> None:
         """See :meth:`Engine.check_tasks`."""
@@ -380,9 +384,9 @@ class CudaEngine(Engine):
     def synchronize(self) -> None:
         """See :meth:`Engine.synchronize`."""
         self._refuse_in_capture("synchronizing the engine")
-        self._runtime.synchronize_stream(self._current_stream())
+        self.runtime.synchronize_stream(self._current_stream())
         for lane in SIDE_LANES:
-            self._runtime.synchronize_stream(self._streams[lane])
+            self.runtime.synchronize_stream(self._streams[lane])
             self._open[lane] = ([], [])
             self._in_use[lane].clear()
         self._poll()
@@ -394,11 +398,11 @@ class CudaEngine(Engine):
     def empty_host(self, num_bytes: int, purpose: str, *, pinned: bool = True) -> Buffer:
         """See :meth:`Engine.empty_host`."""
         self._refuse_in_capture(f"allocating host memory for {purpose}")
-        return _CudaHostBuffer(self, num_bytes, purpose, pinned)
+        return CudaHostBuffer(self, num_bytes, purpose, pinned)
 
     def empty_device(self, num_bytes: int, purpose: str) -> Buffer:
         """See :meth:`Engine.empty_device`."""
-        return _CudaDeviceBuffer(self, num_bytes, purpose)
+        return CudaDeviceBuffer(self, num_bytes, purpose)
 
     def traffic(self) -> Traffic:
         """See :meth:`Engine.traffic`; what replays of a graph move is not counted."""
@@ -407,9 +411,9 @@ class CudaEngine(Engine):
         return dataclasses.replace(self._traffic)
 
     def _add_up_stalls(self) -> None:
-        while self._stalls and self._runtime.has_passed(self._stalls[0][1]):
+        while self._stalls and self.runtime.has_passed(self._stalls[0][1]):
             before, after = self._stalls.popleft()
-            self._traffic.stall_ms += self._runtime.elapsed_ms(before, after)
+            self._traffic.stall_ms += self.runtime.elapsed_ms(before, after)
             self._free_timers.append((before, after))
 
     def take_peak_bytes(self) -> int:
@@ -418,7 +422,8 @@ class CudaEngine(Engine):
         torch.cuda.reset_peak_memory_stats(self.device)
         return peak_bytes
 
-    def _retire(self, after: Sequence[Event], kept_alive: object) -> None:
+    def retire(self, after: Sequence[Event], kept_alive: object) -> None:
+        """Keep something until all events have passed; close it then if it is a slab."""
         self._retired.append((after, kept_alive))
         if not self.capturing:
             self._poll()
@@ -426,49 +431,12 @@ class CudaEngine(Engine):
     def _poll(self) -> None:
         self._until_poll = _POLL_INTERVAL
         for in_use in self._in_use.values():
-            while in_use and self._runtime.has_passed(in_use[0].event.handle):
+            while in_use and self.runtime.has_passed(in_use[0].event.handle):
                 in_use.popleft()
         while self._retired and all(event.query() for event in self._retired[0][0]):
             kept_alive = self._retired.popleft()[1]
             if isinstance(kept_alive, HostSlab):
                 kept_alive.close()
-
-
-class _CudaHostBuffer(Buffer):
-    def __init__(self, engine: CudaEngine, num_bytes: int, purpose: str, pinned: bool) -> None:
-        self._slab = HostSlab(
-            num_bytes,
-            purpose=purpose,
-            register=engine._runtime.register_host if pinned else None,
-            unregister=engine._runtime.unregister_host if pinned else None,
-            ledger=engine.ledger,
-            numa_node=engine._numa_node,
-        )
-        self.tensor = self._slab.tensor
-        self.purpose = purpose
-        self._engine = engine
-
-    def release(self, after: Sequence[Event] = ()) -> None:
-        # The slab is unmapped only when the events have passed; a copy in flight would fault otherwise.
-        self._engine._retire(after, self._slab)
-
-
-class _CudaDeviceBuffer(Buffer):
-    def __init__(self, engine: CudaEngine, num_bytes: int, purpose: str) -> None:
-        self.tensor = torch.empty(num_bytes, dtype=torch.uint8, device=engine.device)
-        self.purpose = purpose
-        self._engine = engine
-        engine.ledger.add(Tier.DEVICE, purpose, num_bytes)
-        self._unaccount = weakref.finalize(self, engine.ledger.remove, Tier.DEVICE, purpose, num_bytes)
-
-    def release(self, after: Sequence[Event] = ()) -> None:
-        assert self._unaccount.alive, f"{self.purpose}: buffer released twice"
-        # Dropping the tensor gives its memory to the compute stream's next allocation, so it stays referenced
-        # until no side stream uses it any more.
-        if after:
-            self._engine._retire(after, self.tensor)
-        self._unaccount()
-        del self.tensor
 
 
 class _Delays:

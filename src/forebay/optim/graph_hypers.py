@@ -35,6 +35,7 @@ class GraphHypers:
         self._engine = engine
         self._host = engine.empty_host(num_groups * HYPER_BYTES, "other", pinned=pinned)
         self._device = engine.empty_device(num_groups * HYPER_BYTES, "other")
+        self._last: list[int] = []
         self.memory = self._host.tensor
         address = self.memory.data_ptr()
         self.hypers = [Hyper.from_address(address + number * HYPER_BYTES) for number in range(num_groups)]
@@ -42,6 +43,9 @@ class GraphHypers:
     def write(self, hypers: Sequence[Hyper]) -> None:
         """Enqueue a write of the values for the launches to come, on the compute lane."""
         values = list(b"".join(bytes(hyper) for hyper in hypers))
+        if values == self._last:
+            return
+        self._last = values
         # Pinned memory of torch's own is not used again before the copy is done, and pageable memory would block.
         on_cuda = self._engine.device.type == "cuda"
         self._device.tensor.copy_(torch.tensor(values, dtype=torch.uint8, pin_memory=on_cuda), non_blocking=True)

@@ -152,7 +152,7 @@ class SimGraph:
             for tensor, is_write in touched:
                 self._engine._check_operation(tensor, is_write, label)
             # Below autograd, so that no version changes: a launch changes none either.
-            with _disable_current_modes(), torch._C._AutoDispatchBelowAutograd():
+            with _disable_current_modes(), torch._C._AutoDispatchBelowADInplaceOrView():
                 again = function(*args, **kwargs)
                 if fresh:
                     for old, new in zip(tensors_in(result), tensors_in(again), strict=True):
