@@ -55,6 +55,7 @@ class HostShare(Share):
         self._sent_before: dict[int, tuple[torch.Tensor, int]] = {}
         self._relied_on: set[int] = set()
         self._graph_hypers: GraphHypers | None = None
+        self._old_graph_hypers: list[GraphHypers] = []  # graphs captured before there were more groups read them
         self._all_sent: Event | None = None
         self._host_chunks: list[HostChunk] = []
         self._controls: list[torch.Tensor] = []
@@ -305,6 +306,8 @@ class HostShare(Share):
             self._graph_hypers.send()
             return self._graph_hypers.hypers
         if self._graph_hypers is None or len(self._graph_hypers.hypers) < len(context.groups):
+            if self._graph_hypers is not None:
+                self._old_graph_hypers.append(self._graph_hypers)
             self._graph_hypers = GraphHypers(self.engine, len(context.groups), pinned=self._pinned)
         hypers = self._hypers[phase]
         hypers += [kernels.Hyper() for _ in context.groups[len(hypers) :]]
