@@ -41,7 +41,9 @@ def _loop(model: torch.nn.Module, num_micro: int, update: Callable[[], Any]) -> 
     return step
 
 
-def forebay(num_micro: int, graph: bool | str = False, **options: Any) -> tuple[Step, Callable[[], dict[str, Any]]]:
+def forebay(
+    num_micro: int, graph: bool | str = False, max_norm: float = MAX_NORM, **options: Any
+) -> tuple[Step, Callable[[], dict[str, Any]]]:
     """Train with forebay.AdamW; ``graph`` launches whole steps as a CUDA graph, see :func:`_graphed`."""
     from forebay import AdamW
 
@@ -53,7 +55,7 @@ def forebay(num_micro: int, graph: bool | str = False, **options: Any) -> tuple[
     optimizer.allocate()
 
     def update() -> None:
-        optimizer.clip_grad_norm_(MAX_NORM)
+        optimizer.clip_grad_norm_(max_norm)
         optimizer.step()
         optimizer.zero_grad()
 

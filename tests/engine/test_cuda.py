@@ -125,6 +125,18 @@ class TestCapture:
         bench.engine.copy(Lane.UP, torch.zeros(4), torch.zeros(4))
         assert set(bench.cuda.captures) == {COMPUTE, *STREAMS.values()}
 
+    def test_garbage_that_is_collected_meanwhile_is_unpinned(self, bench):
+        buffer = bench.engine.empty_host(4096, "weights")
+        bench.cuda.begin_capture(COMPUTE)
+        buffer.release()
+        del buffer
+        gc.collect()  # a refusal would be an error in a finalizer, which fails the test
+        bench.cuda.captures.clear()
+        bench.engine._poll()
+        gc.collect()
+        assert bench.engine.ledger.num_bytes("pinned") == 0
+        assert bench.cuda.capture_mode == 0
+
     def test_without_join_it_does_not_end_well(self, bench):
         bench.cuda.begin_capture(COMPUTE)
         bench.round_trip()

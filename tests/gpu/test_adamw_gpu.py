@@ -140,5 +140,6 @@ def test_state_leaves_the_device():
     optimizer.step()
     optimizer.zero_grad()
     optimizer.engine.synchronize()
-    assert optimizer.engine.ledger.num_bytes("device") == 0
+    for purpose in ("optimizer_state", "staging"):
+        assert optimizer.engine.ledger.num_bytes("device", purpose) == 0
     assert torch.cuda.memory_allocated() - before < 16 * 2**20

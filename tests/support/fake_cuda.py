@@ -10,7 +10,7 @@ import torch
 
 from forebay.engine import Lane
 from forebay.engine.cuda import CudaEngine
-from forebay.engine.cuda_runtime import NOT_READY, CudaRuntime
+from forebay.engine.cuda_runtime import CAPTURE_MODE_RELAXED, NOT_READY, CudaRuntime
 
 COMPUTE = 100
 STREAMS = {Lane.DOWN: 101, Lane.HOST: 102, Lane.UP: 103}
@@ -52,6 +52,7 @@ class FakeCuda:
     def __init__(self):
         self.calls = []
         self.done = set()  # events that have passed
+        self.capture_mode = 0  # of the calling thread
         self.captures = {}  # stream -> number of the capture it is part of
         self._origin = 0
         self._seen = {}  # stream -> what it comes after
@@ -182,9 +183,17 @@ class FakeCuda:
         return 0
 
     def _HostRegister(self, address, num_bytes, flags):
-        return CAPTURE_UNSUPPORTED if self.captures else 0
+        return self._unless_captured()
 
     def _HostUnregister(self, address):
+        return self._unless_captured()
+
+    def _unless_captured(self):
+        return CAPTURE_UNSUPPORTED if self.captures and self.capture_mode != CAPTURE_MODE_RELAXED else 0
+
+    def _ThreadExchangeStreamCaptureMode(self, address):
+        mode = ctypes.c_int.from_address(address)
+        self.capture_mode, mode.value = mode.value, self.capture_mode
         return 0
 
 

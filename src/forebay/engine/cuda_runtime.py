@@ -6,10 +6,11 @@ wrappers (stream contexts, ``copy_``, event objects) are left out.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch.cuda import _gpu_trace
 NOT_READY = 600  # cudaErrorNotReady
 _DISABLE_TIMING = 2  # cudaEventDisableTiming
 _CAPTURE_ACTIVE = 1  # cudaStreamCaptureStatusActive
+CAPTURE_MODE_RELAXED = 2  # cudaStreamCaptureModeRelaxed
 HOST_TO_DEVICE, DEVICE_TO_HOST = 1, 2  # cudaMemcpyKind
 
 
@@ -55,6 +57,7 @@ class CudaRuntime:
         self._launch = bind("cudaLaunchHostFunc", pointer, pointer, pointer)
         self._register = bind("cudaHostRegister", pointer, size, ctypes.c_uint)
         self._unregister = bind("cudaHostUnregister", pointer)
+        self._exchange_capture_mode = bind("cudaThreadExchangeStreamCaptureMode", pointer)
 
     def _fail(self, code: int, what: str) -> None:
         self._last_error()  # clears the error, which would otherwise surface at torch's next call
@@ -149,13 +152,29 @@ class CudaRuntime:
 
     def register_host(self, address: int, num_bytes: int) -> None:
         """Pin host memory."""
-        code = self._register(address, num_bytes, 0)
+        with self._allowed_in_captures():
+            code = self._register(address, num_bytes, 0)
         if code:
             self._fail(code, f"pinning {num_bytes / 2**30:.2f} GiB")
 
     def unregister_host(self, address: int) -> None:
         """Undo :meth:`register_host`."""
-        self._unregister(address)
+        with self._allowed_in_captures():
+            code = self._unregister(address)
+        if code:
+            # What is mapped here next could not be pinned.
+            self._fail(code, "unpinning")
+
+    @contextlib.contextmanager
+    def _allowed_in_captures(self) -> Iterator[None]:
+        # The garbage collector may free a slab at any time, such as while somebody captures a graph. Then the runtime
+        # would refuse, and break the capture, unless this thread says that it knows what it is doing.
+        mode = ctypes.c_int(CAPTURE_MODE_RELAXED)
+        self._exchange_capture_mode(ctypes.addressof(mode))
+        try:
+            yield
+        finally:
+            self._exchange_capture_mode(ctypes.addressof(mode))
 
 
 class TracedRuntime(CudaRuntime):
