@@ -36,6 +36,7 @@ def _never_paused(monkeypatch):
 def make(engine, *, attach=True, **kwargs):
     model = build(kwargs.pop("dtype", torch.bfloat16))
     kwargs = {"offload_fraction": 1.0, "placement": "host", "lr": 1e-2, "weight_decay": 0.1} | kwargs
+    kwargs.setdefault("early_updates", True)
     optimizer = forebay.AdamW(model.named_parameters(), engine=engine, chunk_elements=CHUNK, **kwargs)
     if attach:
         optimizer.attach(model)
@@ -440,7 +441,8 @@ class TestMemory:
             model.parameters(), engine=engine, chunk_elements=CHUNK, offload_fraction=1.0, **options
         )
         optimizer.allocate()
-        plan = plan_memory(model.parameters(), device="cpu", offload_fraction=1.0, chunk_elements=CHUNK, **options)
+        options = {"offload_fraction": 1.0, "early_updates": True} | options
+        plan = plan_memory(model.parameters(), device="cpu", chunk_elements=CHUNK, **options)
         for tier in ("pinned", "pageable"):
             for purpose in ("optimizer_state", "weights", "gradients", "spares", "other"):
                 assert engine.ledger.num_bytes(tier, purpose) == plan[tier].get(purpose, 0), (tier, purpose)
@@ -456,7 +458,7 @@ class TestMemory:
         num_elements = sum(param.numel() for param in params)
 
         def bytes_per_element(**kwargs):
-            plan = plan_memory(params, offload_fraction=1.0, **kwargs)
+            plan = plan_memory(params, **({"offload_fraction": 1.0, "early_updates": True} | kwargs))
             return sum(sum(plan[tier].values()) for tier in ("pinned", "pageable")) / num_elements
 
         assert 12.0 < bytes_per_element() <= 12.5

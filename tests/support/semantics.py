@@ -370,7 +370,7 @@ def leaves(value, path=""):
 def break_update(optimizer, number):
     """Let the coming updates of a host chunk fail, noticed by the kernel; return how to mend them, and its label."""
     chunk = optimizer.placed.shares[Placement.HOST]._host_chunks[number]
-    whole = {task: list(task._segments) for task in chunk.tasks.values()}
+    whole = {task: list(task._segments) for task in chunk.tasks()}
     for task in whole:
         if task.function_address:
             task._c_segments[0].grad = None

@@ -133,7 +133,7 @@ class OptimizerConfig:
     """GPU memory in GiB that host state may visit beyond the highest peak of a step."""
     optimizer_state_dtype: StateDtype = "fp32"
     """Dtype of the moments: ``fp32`` is exact, ``bf16`` and ``8bit`` are stored with stochastic rounding."""
-    optimizer_early_updates: bool = True
+    optimizer_early_updates: bool = False
     """Start host updates during backward, before the norm is known; up to 1 byte of host memory an element."""
     overlap_cpu_optimizer_d2h_h2d: bool = False
     """Overlap the transfers of optimizer offloading with compute."""

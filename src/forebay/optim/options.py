@@ -38,7 +38,7 @@ class Options:
     pinned: bool = True
     skip_nonfinite: bool = False
     chunk_elements: int = DEFAULT_CHUNK_ELEMENTS
-    early_updates: bool = True
+    early_updates: bool = False
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.offload_fraction <= 1.0:
@@ -116,7 +116,7 @@ def plan_memory(
     pinned: bool = True,
     state_dtype: str = "fp32",
     chunk_elements: int = DEFAULT_CHUNK_ELEMENTS,
-    early_updates: bool = True,
+    early_updates: bool = False,
 ) -> dict[str, dict[str, int]]:
     """Return the bytes a :class:`forebay.AdamW` with these options will hold, per tier and purpose.
 
