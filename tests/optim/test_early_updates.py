@@ -437,11 +437,9 @@ class TestMemory:
         monkeypatch.setattr(spares, "SPARE_BYTES_PER_ELEMENT", num_bytes)
         engine = SimEngine(0)
         model = build()
-        optimizer = forebay.AdamW(
-            model.parameters(), engine=engine, chunk_elements=CHUNK, offload_fraction=1.0, **options
-        )
-        optimizer.allocate()
         options = {"offload_fraction": 1.0, "early_updates": True} | options
+        optimizer = forebay.AdamW(model.parameters(), engine=engine, chunk_elements=CHUNK, **options)
+        optimizer.allocate()
         plan = plan_memory(model.parameters(), device="cpu", chunk_elements=CHUNK, **options)
         for tier in ("pinned", "pageable"):
             for purpose in ("optimizer_state", "weights", "gradients", "spares", "other"):
