@@ -240,6 +240,7 @@ def test_the_table_is_sound():
     ids = [rule.id for rule in RULES]
     assert len(set(ids)) == len(ids)
     for rule in RULES:
+        assert rule.condition, rule.id
         # Every fix and message names a key that exists.
         for word in f"{rule.message} {rule.fix}".replace(",", " ").replace("=", " ").split():
             if word.split(".")[0] in ("model", "optimizer", "train", "dataset", "checkpoint", "logger") and "." in word:
