@@ -455,7 +455,7 @@ _NATIVE = (
         "`model.hf_config` has no `model_type`, or a size does not go with it",
         lambda config: _shape_error(config) is not None,
         "there is no model, or the model type has no such size",
-        "start from a recipe, or set model.hf_config.model_type or model.path",
+        "start from a recipe, or set model.path, or model_type under model.hf_config",
         NATIVE,
         describe=_describe_shape,
     ),
