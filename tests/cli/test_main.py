@@ -131,6 +131,7 @@ def _python(*arguments, **options):
         ["train", DEMO, "train.train_iters=0"],
         ["check", DEMO],
         ["check", DEMO, "--engine", "megatron", "--json"],
+        ["doctor", "--log", os.devnull],
     ],
 )
 def test_these_import_no_torch(argv):

@@ -20,7 +20,7 @@ import torch
 
 from forebay.engine.base import SIDE_LANES, Buffer, Engine, Event, HostTask, Lane, TaskLog, Traffic
 from forebay.host.ledger import Ledger, Tier
-from forebay.host.numa import numa_node_of_pci_device
+from forebay.host.numa import numa_node_of_pci_device, pci_bus_id
 from forebay.host.slab import HostSlab
 
 
@@ -98,8 +98,7 @@ class CudaEngine(Engine):
         self.device = torch.device("cuda", index)
         self.ledger = Ledger()
         properties: Any = torch.cuda.get_device_properties(self.device)
-        bus = f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
-        self._numa_node = numa_node_of_pci_device(bus)
+        self._numa_node = numa_node_of_pci_device(pci_bus_id(properties))
         torch.zeros(1, device=self.device)  # loads the runtime and makes the context
         self._runtime = _runtime()
         self._streams = {lane: torch.cuda.Stream(self.device) for lane in SIDE_LANES}
