@@ -8,10 +8,17 @@ import sys
 from collections.abc import Sequence
 
 import forebay
-from forebay.cli import check, config, doctor, recipes, train
+from forebay.cli import calibrate, check, config, doctor, recipes, train
 
 DEBUG_VARIABLE = "FOREBAY_DEBUG"
-_VERBS = {"train": train, "check": check, "config": config, "doctor": doctor, "recipes": recipes}
+_VERBS = {
+    "train": train,
+    "calibrate": calibrate,
+    "check": check,
+    "config": config,
+    "doctor": doctor,
+    "recipes": recipes,
+}
 _EXAMPLE = """\
 example:
   forebay train tiny_llama_demo train.train_iters=100 optimizer.optimizer_offload_fraction=0.5
