@@ -14,6 +14,7 @@ DEBUG_VARIABLE = "FOREBAY_DEBUG"
 _VERBS = {
     "train": train,
     "calibrate": calibrate,
+    "plan": plan,
     "check": check,
     "config": config,
     "doctor": doctor,
