@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 import forebay
-from forebay.cli import calibrate, check, config, doctor, recipes, train
+from forebay.cli import calibrate, check, config, doctor, plan, recipes, train
 
 DEBUG_VARIABLE = "FOREBAY_DEBUG"
 _VERBS = {

@@ -2,7 +2,7 @@
 
 What stays (weights, gradients in fp32, optimizer state sharded over data-parallel ranks) agrees within 2% with the
 figures that Megatron Bridge publishes for Qwen3-30B-A3B. There, offloading all of the optimizer saves 8 bytes a
-parameter of the rank's shard: the moments leave, the fp32 master weights stay on the GPU. Activations are those of fused
+parameter of the rank's shard: the moments leave, the fp32 masters stay on the GPU. Activations are those of fused
 kernels with sequence parallelism, counted as by Korthikanti et al. (2022) for a gated feed-forward block.
 """
 
