@@ -250,12 +250,16 @@ def _trace(model: Any, blocks: list[nn.Module], seq_length: int) -> list[float]:
         nonlocal current
         current = len(blocks)
 
+    mask = None
+    if model.config._attn_implementation == "eager":
+        # Without one, transformers looks at the positions to make it.
+        mask = torch.zeros(1, 1, seq_length, seq_length, dtype=model.dtype, device="meta")
     handles = [block.register_forward_pre_hook(enter) for block in blocks]
     handles += [block.register_forward_hook(leave) for block in blocks]
     try:
         with saved_tensors_hooks(pack, lambda tensor: tensor):
             tokens = torch.zeros(1, seq_length, dtype=torch.int64, device="meta")
-            output = model.base_model(input_ids=tokens, use_cache=False)
+            output = model.base_model(input_ids=tokens, attention_mask=mask, use_cache=False)
     except (RuntimeError, NotImplementedError, TypeError, ValueError, IndexError) as error:
         raise ValueError(
             f"the forward of this {model.config.model_type} model cannot run without data, so what it keeps for "

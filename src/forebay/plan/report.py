@@ -114,7 +114,7 @@ def to_text(plan: Plan) -> str:
         lines += ["", f"{_TITLES[name]}", *_details(option.estimate)]
         changed = words(config, option.choice, len(plan.model.layers))
         lines.append(f"  set   {' '.join(changed) or '(nothing: as configured)'}")
-    lines += ["", *(f"{line}" for line in advice(plan))]
+    lines += ["", *advice(plan), *_notes(plan)]
     lines += ["", "confidence"] + [f"  {what}: {text}" for what, text in confidence(plan).items()]
     return "\n".join([*lines, "not modelled", *(f"  {what}" for what in _NOT_MODELLED[plan.engine])])
 
@@ -155,6 +155,15 @@ def advice(plan: Plan) -> list[str]:
     return _what_would_fit(plan)
 
 
+def _notes(plan: Plan) -> list[str]:
+    """Return what goes with the words for a reader of Megatron's documents."""
+    if plan.engine != "megatron" or "recompute_granularity=full" not in str(to_data(plan)["answers"]):
+        return []
+    return [
+        "Megatron also wants model.recompute_method=block with recompute_granularity=full, a key that forebay lacks"
+    ]
+
+
 def _what_would_fit(plan: Plan) -> list[str]:
     smallest, budget = plan.answer.smallest.estimate, plan.budget
     lines = ["it does not fit, whatever is set"]
@@ -178,8 +187,8 @@ def _what_would_fit(plan: Plan) -> list[str]:
             lines.append("  - more GPUs: a higher --tp, --pp or --ep divides weights and gradients")
         else:
             lines.append("  - several GPUs with --engine megatron, which divide weights and gradients")
-    elif budget.host_bytes is not None:
-        missing = smallest.host_total_bytes - budget.host_bytes
+    elif budget.host_bytes is not None and plan.answer.least_host is not None:
+        missing = plan.answer.least_host.estimate.host_total_bytes - budget.host_bytes
         lines.append(
             f"  the GPU has room, the host lacks {missing / GIB:.1f} GiB a rank: more host memory, fewer ranks a "
             "machine, or optimizer.optimizer_state_dtype=bf16"

@@ -54,6 +54,7 @@ class Answer:
         cheapest: of what fits, the least host memory, then the fastest. None: nothing fits.
         fastest: of what fits, the least seconds a step. None: nothing fits.
         smallest: the least GPU memory.
+        least_host: of what fits the GPU, the least host memory, whether that is there or not. None: nothing fits the GPU.
     """
 
     no_offload: Option
@@ -61,6 +62,7 @@ class Answer:
     cheapest: Option | None
     fastest: Option | None
     smallest: Option
+    least_host: Option | None
 
 
 class Solver:
@@ -111,6 +113,7 @@ class Solver:
             offload=min(alone, key=_slowness, default=None),
             cheapest=min(fitting, key=_cost, default=None),
             fastest=min(fitting, key=_slowness, default=None),
+            least_host=min((option for option in options if self._fits_gpu(option)), key=_cost, default=None),
             smallest=min(options, key=lambda option: (option.estimate.gpu_peak_bytes, *_cost(option))),
         )
 
@@ -127,6 +130,9 @@ class Solver:
                 return round(fraction, 2)
             hundredths += 1  # staging, or a gradient that is at its peak elsewhere, takes a little more
         return 1.0
+
+    def _fits_gpu(self, option: Option) -> bool:
+        return option.estimate.gpu_peak_bytes <= self._budget.usable_gpu_bytes
 
     def _option(self, choice: Choice) -> Option:
         estimate = self._planner.estimate(choice)
