@@ -6,7 +6,7 @@ from forebay.config import resolve, validate
 from forebay.plan.native import NativePlanner
 from forebay.plan.options import GIB, Budget, Choice
 from forebay.plan.profile import load
-from forebay.plan.solver import Solver, apply, is_accepted, words
+from forebay.plan.solver import Solver, apply, choice_of, is_accepted, words
 
 ANSWERS = ("no_offload", "offload", "cheapest", "fastest", "smallest")
 
@@ -35,6 +35,7 @@ def test_what_is_said_to_fit_fits_and_the_words_are_accepted(planned, gpu_gib, h
         # As on the command line, where values that nothing reads are refused too.
         validate(resolved.config, sources=resolved.sources)
         assert resolved.config == apply(config, option.choice, len(model.layers))
+        assert choice_of(resolved.config, len(model.layers)) == option.choice
     for name in ("offload", "cheapest", "fastest"):
         assert getattr(answer, name) is None or getattr(answer, name).fits
 

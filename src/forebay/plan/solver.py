@@ -19,6 +19,7 @@ from forebay.config.resolve import COMMAND_LINE
 from forebay.config.rule import Engine
 from forebay.config.schema import Config
 from forebay.plan.options import Budget, Choice, Estimate
+from forebay.train.optimizers import effective_fraction
 
 _STEP = 0.01  # of fractions
 _STAGING_GIB = (1.0, 3.0)
@@ -54,7 +55,7 @@ class Answer:
         cheapest: of what fits, the least host memory, then the fastest. None: nothing fits.
         fastest: of what fits, the least seconds a step. None: nothing fits.
         smallest: the least GPU memory.
-        least_host: of what fits the GPU, the least host memory, whether that is there or not. None: nothing fits the GPU.
+        least_host: of what fits the GPU, the least host memory, be it there or not. None: nothing fits the GPU.
     """
 
     no_offload: Option
@@ -106,7 +107,8 @@ class Solver:
         """
         options = [self._option(choice) for choice in self._choices(micro_batches or self._micro_batches())]
         fitting = [option for option in options if option.fits]
-        configured = self._configured()
+        configured = choice_of(self._config, self._num_layers)
+        configured = Choice(configured.micro_batch, recompute_layers=configured.recompute_layers)
         alone = [option for option in fitting if _differs_by_offload_only(option.choice, configured)]
         return Answer(
             no_offload=self._option(configured),
@@ -137,11 +139,6 @@ class Solver:
     def _option(self, choice: Choice) -> Option:
         estimate = self._planner.estimate(choice)
         return Option(choice, estimate, self._budget.fits(estimate))
-
-    def _configured(self) -> Choice:
-        model = self._config.model
-        recompute = (model.recompute_num_layers or self._num_layers) if model.recompute_granularity == "full" else 0
-        return Choice(self._config.train.micro_batch_size, recompute_layers=recompute)
 
     def _micro_batches(self) -> list[int]:
         per_copy = max(1, self._config.train.global_batch_size // self._num_data_parallel)
@@ -197,6 +194,26 @@ def _cost(option: Option) -> tuple[float, float]:
 def _slowness(option: Option) -> tuple[float, float]:
     # A hundredth of a step is nobody's to notice; less host memory is.
     return round(option.estimate.step_seconds, 4), option.estimate.host_total_bytes
+
+
+def choice_of(config: Config, num_layers: int) -> Choice:
+    """Return the choice that a configuration has made.
+
+    Args:
+        config: any.
+        num_layers: of the model.
+    """
+    model, options = config.model, config.optimizer
+    recompute = (model.recompute_num_layers or num_layers) if model.recompute_granularity == "full" else 0
+    fraction = effective_fraction(options)
+    return Choice(
+        config.train.micro_batch_size,
+        fraction,
+        options.optimizer_offload_placement if fraction else "auto",
+        options.optimizer_staging_gib if fraction else 0.0,
+        recompute,
+        model.cpu_offloading_num_layers if model.cpu_offloading and model.cpu_offloading_activations else 0,
+    )
 
 
 def words(config: Config, choice: Choice, num_layers: int) -> list[str]:
