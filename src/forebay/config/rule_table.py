@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from forebay.config.hf import ARCHITECTURE_KEYS, hf_config_dict
-from forebay.config.rule import NATIVE, Rule, get, layers_out_of_range, size
+from forebay.config.rule import MEGATRON, NATIVE, Rule, get, layers_out_of_range, size
 from forebay.config.rules_megatron import MEGATRON_RULES
 from forebay.config.schema import Config
 
@@ -30,7 +30,7 @@ def _outside_unit(key: str, what: str) -> Rule:
     return Rule(
         f"{key}_in_unit_interval",
         f"`{key}` outside 0.0 to 1.0",
-        lambda config: not 0.0 <= get(config, key) <= 1.0,
+        lambda config: get(config, key) != "auto" and not 0.0 <= get(config, key) <= 1.0,
         f"{key}={{{key}}} must be between 0.0 and 1.0; it is {what}",
         f"{key}=0.5, or another number between 0.0 and 1.0",
     )
@@ -80,7 +80,7 @@ def _topk_too_large(config: Config) -> bool:
 
 
 def _offloads(config: Config) -> bool:
-    return config.optimizer.optimizer_cpu_offload and config.optimizer.optimizer_offload_fraction > 0
+    return config.optimizer.optimizer_cpu_offload and config.optimizer.optimizer_offload_fraction != 0
 
 
 def _uses_torch_classes(config: Config) -> bool:
@@ -112,6 +112,14 @@ def _describe_shape(config: Config) -> tuple[str, str]:
 
 _RANGES = (
     _outside_unit("optimizer.optimizer_offload_fraction", "the share of the optimizer state on the host"),
+    Rule(
+        "auto_fraction_is_forebay_s",
+        "`optimizer.optimizer_offload_fraction`=auto",
+        lambda config: config.optimizer.optimizer_offload_fraction == "auto",
+        "optimizer.optimizer_offload_fraction=auto: Megatron takes a number",
+        "the number that `forebay plan --engine megatron` finds",
+        MEGATRON,
+    ),
     _outside_unit("model.activation_offload_fraction", "the share of the chosen modules' inputs that is offloaded"),
     *(_below(f"model.{key}", 1) for key in ARCHITECTURE_KEYS),
     *(

@@ -99,6 +99,13 @@ def _read_json(path: Path) -> dict[str, Any]:
     return {key: value for key, value in data.items() if key not in about}
 
 
+def without_auto(config: Config) -> Config:
+    """Return a configuration whose offload fraction is a number: what ``auto`` stands for is found from 0 up."""
+    if not isinstance(config.optimizer.optimizer_offload_fraction, str):
+        return config
+    return dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, optimizer_offload_fraction=0.0))
+
+
 def make_plan(
     resolved: Resolved,
     *,
@@ -124,13 +131,13 @@ def make_plan(
         ValueError: for a configuration that the engine refuses, or a model that cannot be described.
     """
     layout = layout or Layout()
-    config = resolved.config
+    config = without_auto(resolved.config)
     if engine == "native" and layout.num_gpus > 1:
         raise ValueError(
             f"--gpus {layout.num_gpus}: forebay train runs on one GPU in this version; plan for one, or use "
             "--engine megatron"
         )
-    validate(config, engine, sources=resolved.sources)
+    validate(resolved.config, engine, sources=resolved.sources)
     wanted_gib = None if gpu_bytes is None else gpu_bytes / GIB
     profile, why = profiles.choose(profile_name, gpu_memory_gib=wanted_gib, gpu_name=gpu_name)
     if gpu_bytes is None:
