@@ -12,6 +12,13 @@ TINY = {
     "llama": {"num_key_value_heads": 2},
     "qwen3": {"num_key_value_heads": 2, "head_dim": 16},
     "olmo2": {"num_key_value_heads": 4},
+    "qwen3_moe": {
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48,
+    },
     "qwen2": {"num_key_value_heads": 2},
 }
 SIZES = {

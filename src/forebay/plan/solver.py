@@ -151,8 +151,7 @@ class Solver:
 
     def _fractions(self, without: Choice) -> Iterator[Choice]:
         """Yield a policy without optimizer offload, with the least that fits, and with all, at each placement."""
-        if self._accepts(without):
-            yield without
+        yield without
         placements = ("auto", "streamed", "host") if self._engine == "native" else ("auto",)
         for placement in placements:
             choice = dataclasses.replace(without, placement=placement)
