@@ -1,10 +1,13 @@
 import time
 
+import pytest
 import torch
 
 from forebay.engine import get_engine
 from forebay.plan.calibrate import calibrate
 from forebay.plan.profile import from_data
+
+pytestmark = pytest.mark.gpu
 
 
 def test_measures_this_gpu_in_under_a_minute_and_leaves_nothing():
