@@ -135,6 +135,10 @@ def test_what_cannot_be_planned():
 
     with pytest.raises(ValueError, match="--gpus 8: forebay train runs on one GPU in this version"):
         _plan(layout=Layout(8))
+    with pytest.raises(
+        ValueError, match="global_batch_size=2 is not a multiple of the 16 copies of the model on 16 GPUs"
+    ):
+        _plan(engine="megatron", layout=Layout(16))
     with pytest.raises(ValueError, match=r"1 setting is refused\n  1. train.train_iters=0"):
         _plan("train.train_iters=0")
 
@@ -142,5 +146,5 @@ def test_what_cannot_be_planned():
 def test_host_memory_is_shared_by_the_ranks_of_a_machine():
     from forebay.plan.options import Layout
 
-    plan = _plan(engine="megatron", layout=Layout(16), host_bytes=800 * GIB)
+    plan = _plan("train.global_batch_size=32", engine="megatron", layout=Layout(16), host_bytes=800 * GIB)
     assert plan.budget.host_bytes == 100 * GIB

@@ -8,6 +8,7 @@ that saves three tensors shows. Two things stand in for what cannot run without 
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -226,7 +227,8 @@ def _trace(model: Any, blocks: list[nn.Module], seq_length: int) -> list[float]:
             if own is not None and getattr(own, "_attn_implementation", None) in (CAUSAL, "sdpa"):
                 own._attn_implementation = _ATTENTION
     for module in model.modules():
-        if _is_experts(module):
+        # Experts that are given all tokens, and no choice of them, can run as they are.
+        if _is_experts(module) and len(inspect.signature(module.forward).parameters) >= 3:
             module.forward = _experts_forward(module)
     weights = {tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers())}
     place = {id(block): index for index, block in enumerate(blocks)}

@@ -13,13 +13,14 @@ fitted to the 1.1 B model on one H200 (docs/log.md).
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from typing import Any
+from typing import cast
 
 import torch
 
-from forebay.config.schema import Config
-from forebay.plan.model import Model
+from forebay.config.schema import Config, Placement
+from forebay.plan.model import Layer, Model
 from forebay.plan.options import GIB, Choice, Estimate
 from forebay.plan.profile import Profile
 from forebay.train.optimizers import optimizer_plan
@@ -74,13 +75,13 @@ class NativePlanner:
         return self._optimizer_bytes(0.0, "auto")["device"].get("optimizer_state", 0)
 
     def _plan_optimizer(self, fraction: float, placement: str) -> dict[str, dict[str, int]]:
-        options: Any = self._config.optimizer
-        saved = options.optimizer_offload_placement, options.overlap_cpu_optimizer_d2h_h2d
-        options.optimizer_offload_placement, options.overlap_cpu_optimizer_d2h_h2d = placement, True
-        try:
-            return optimizer_plan(self._config, self._model.params, torch.device("cuda"), fraction=fraction)
-        finally:
-            options.optimizer_offload_placement, options.overlap_cpu_optimizer_d2h_h2d = saved
+        options = dataclasses.replace(
+            self._config.optimizer,
+            optimizer_offload_placement=cast(Placement, placement),
+            overlap_cpu_optimizer_d2h_h2d=True,
+        )
+        config = dataclasses.replace(self._config, optimizer=options)
+        return optimizer_plan(config, self._model.params, torch.device("cuda"), fraction=fraction)
 
     def _memory(self, choice: Choice) -> tuple[dict[str, int], dict[str, int]]:
         model = self._model
@@ -152,7 +153,7 @@ class NativePlanner:
             "elementwise": saved * _TRAFFIC_PER_SAVED_BYTE * _FORWARD_SHARE / (rate("gpu_memory_gbps") * 1e9),
         }
 
-    def _expert_flops(self, layer: Any) -> float:
+    def _expert_flops(self, layer: Layer) -> float:
         model = self._model
         return 2.0 * layer.expert_params * model.experts_per_token / model.num_experts if layer.expert_params else 0.0
 

@@ -137,6 +137,11 @@ def make_plan(
             f"--gpus {layout.num_gpus}: forebay train runs on one GPU in this version; plan for one, or use "
             "--engine megatron"
         )
+    if config.train.global_batch_size % layout.data:
+        raise ValueError(
+            f"train.global_batch_size={config.train.global_batch_size} is not a multiple of the {layout.data} copies "
+            f"of the model on {layout.num_gpus} GPUs; set --global-batch"
+        )
     validate(resolved.config, engine, sources=resolved.sources)
     wanted_gib = None if gpu_bytes is None else gpu_bytes / GIB
     profile, why = profiles.choose(profile_name, gpu_memory_gib=wanted_gib, gpu_name=gpu_name)
