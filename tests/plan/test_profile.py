@@ -104,6 +104,8 @@ def test_which_profile_is_chosen(tmp_path, monkeypatch):
     chosen, why = choose(None, gpu_memory_gib=140.0)
     assert chosen.name == "mine"
     assert why.startswith("measured on this machine")
+    file.write_text(file.read_text().replace("gpu_names: ['NVIDIA L40S']", "gpu_names: []"))
+    assert choose(None, gpu_memory_gib=140.0)[0].name == "h200"
 
 
 def test_where_a_profile_is_stored(monkeypatch):

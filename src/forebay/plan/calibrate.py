@@ -223,7 +223,8 @@ def _update_task(slab: Buffer, num_elements: int) -> kernels.UpdateTask:
 
 def _matmul_tflops(engine: Engine, scale: float) -> float:
     size = int(8192 * scale) if engine.device.type == "cuda" else int(512 * min(1.0, 2 * scale))
-    left, right = (torch.ones(size, size, dtype=torch.bfloat16, device=engine.device) for _ in range(2))
+    # Random: constant matrices take less power, and so run at a higher clock than training does.
+    left, right = (torch.randn(size, size, dtype=torch.bfloat16, device=engine.device) for _ in range(2))
     count = 10
 
     def work() -> list[Event]:

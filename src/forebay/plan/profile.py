@@ -195,8 +195,8 @@ def choose(name: str | None, *, gpu_memory_gib: float | None, gpu_name: str | No
     """Return the profile to plan with, and in words why that one.
 
     Args:
-        name: what the user asked for: a shipped name or a path. None: this machine's stored profile if there is one,
-            else the shipped profile of the GPU here, else the shipped one whose memory is nearest.
+        name: what the user asked for: a shipped name or a path. None: this machine's stored profile if there is one
+            of a GPU, else the shipped profile of the GPU here, else the shipped one whose memory is nearest.
         gpu_memory_gib: of the GPU that is planned for; None: no preference.
         gpu_name: of the GPU in this machine, if there is one.
     """
@@ -204,7 +204,9 @@ def choose(name: str | None, *, gpu_memory_gib: float | None, gpu_name: str | No
         return load(name), "chosen"
     path = stored_path()
     if path.is_file():
-        return load(str(path)), f"measured on this machine, {path}"
+        stored = load(str(path))
+        if stored.gpu_names:  # of a machine without a GPU, the rates are no GPU's
+            return stored, f"measured on this machine, {path}"
     profiles = [load(each) for each in shipped()]
     for profile in profiles:
         if gpu_name is not None and gpu_name in profile.gpu_names:
