@@ -89,7 +89,8 @@ def measure(recipe: str, words: list[str], num_steps: int) -> dict[str, Any]:
     """Train and return the peak and the median time of the steady steps; ``error`` if training failed."""
     with tempfile.TemporaryDirectory() as folder:
         fixed = [f"train.train_iters={num_steps}", f"logger.output_dir={folder}", "logger.progress=none"]
-        command = [sys.executable, "-m", "forebay", "train", recipe, *words, *fixed, "dataset.eval_fraction=0"]
+        fixed += ["dataset.eval_fraction=0", "optimizer.lr_warmup_iters=0"]
+        command = [sys.executable, "-m", "forebay", "train", recipe, *words, *fixed]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode != 0:
             return {"error": (done.stderr.strip().splitlines() or ["no output"])[-1][:200]}
@@ -108,7 +109,7 @@ def main() -> int:
         "--only", default="", help="configurations whose name starts with one of these, comma-separated"
     )
     parser.add_argument("--profile", default="h200", help="rates to plan with")
-    parser.add_argument("--num-steps", type=int, default=15)
+    parser.add_argument("--num-steps", type=int, default=10)
     parser.add_argument("--predict-only", action="store_true", help="train nothing")
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results/plan_accuracy.csv"))
     arguments = parser.parse_args()

@@ -117,3 +117,11 @@ def test_python_is_waited_for_when_the_gpu_is_faster(planned):
     config.dataset.seq_length = 128
     estimate = NativePlanner(model, config, load("h200")).estimate(Choice(1))
     assert estimate.seconds["waiting for Python"] > 0
+
+
+def test_partial_policies_lie_between_all_and_nothing(llama):
+    for kind in ("recompute_layers", "offload_layers"):
+        peaks = [llama.estimate(Choice(2, **{kind: count})).gpu_peak_bytes for count in range(16)]
+        assert peaks == sorted(peaks, reverse=True)
+        steps = [llama.estimate(Choice(2, **{kind: count})).step_seconds for count in range(16)]
+        assert steps == sorted(steps)

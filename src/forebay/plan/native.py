@@ -84,41 +84,16 @@ class NativePlanner:
         return optimizer_plan(config, self._model.params, torch.device("cuda"), fraction=fraction)
 
     def _memory(self, choice: Choice) -> tuple[dict[str, int], dict[str, int]]:
-        model = self._model
         tokens = choice.micro_batch * self._config.dataset.seq_length
         optimizer = self._optimizer_bytes(choice.fraction, choice.placement)
-        weights = model.item_bytes * model.num_params
-        stays = len(model.layers) - choice.recompute_layers - choice.offload_layers
-        biggest = max(layer.saved_bytes_per_token for layer in model.layers)
-        inputs = model.item_bytes * model.hidden_size
-        # The first layers are recomputed or offloaded: the last ones are needed at once. While one of them runs
-        # backward, all that it keeps is there; an offloaded one has the next arriving beside it.
-        kept = sum(layer.saved_bytes_per_token for layer in model.layers[len(model.layers) - stays :])
-        kept += inputs * choice.recompute_layers + model.outside_bytes_per_token
-        visiting = biggest if choice.recompute_layers else 0
-        visiting = max(visiting, 2 * biggest if choice.offload_layers else 0)
-        activations = int(tokens * kept)
-        logits = tokens * model.vocab_size * _LOSS_BYTES_PER_LOGIT
-        # A recomputed or offloaded layer's backward comes after the loss's tensors are gone, but with gradients of
-        # the layers behind it.
-        layer_backward = int(tokens * (visiting + biggest * _BACKWARD_SHARE))
+        weights = self._model.item_bytes * self._model.num_params
         accumulated = weights if self.num_micro_batches(choice) > 1 else 0
-        behind = accumulated
-        if visiting and not accumulated:
-            after = model.layers[len(model.layers) - stays :]
-            elements = (model.head_params or model.embedding_params) + sum(
-                layer.dense_params + layer.expert_params for layer in after
-            )
-            behind = model.item_bytes * elements
-        at_loss = {"gradients": accumulated, "activations": activations, "logits and loss": logits}
-        in_layer = {"gradients": behind, "activations": activations + int(tokens * visiting)}
-        in_layer["temporary"] = layer_backward - int(tokens * visiting)
         at_end = {"gradients": weights, "staging": optimizer["device"].get("staging", 0)}
-        moment = max(at_loss, in_layer, at_end, key=lambda purposes: sum(purposes.values()))
+        moments = (self._at_loss(choice, tokens, accumulated), self._in_layer(choice, tokens, accumulated), at_end)
         gpu = {
             "weights": weights,
             "optimizer state": optimizer["device"].get("optimizer_state", 0),
-            **moment,
+            **max(moments, key=lambda purposes: sum(purposes.values())),
             "workspaces": _WORKSPACE_BYTES,
         }
         gpu["staging"] = gpu.get("staging", 0) + int(choice.staging_gib * GIB)
@@ -131,6 +106,46 @@ class NativePlanner:
             # One micro-batch's at a time: they are back before the next forward.
             host["activations"] = int(tokens * self._offloaded_bytes_per_token(choice))
         return {name: num for name, num in gpu.items() if num}, host
+
+    def _staying_layers(self, choice: Choice) -> tuple[Layer, ...]:
+        """Return the layers that keep their activations: the last ones, which backward needs at once."""
+        return self._model.layers[choice.recompute_layers + choice.offload_layers :]
+
+    def _outside_bytes_per_token(self, choice: Choice) -> float:
+        """Return what is there until the first layer's backward: inputs of recomputed layers, and the embedding's."""
+        inputs = self._model.item_bytes * self._model.hidden_size
+        return inputs * choice.recompute_layers + self._model.outside_bytes_per_token
+
+    def _at_loss(self, choice: Choice, tokens: int, accumulated: int) -> dict[str, int]:
+        """Return what the loss's backward finds: everything that forward has left, and its own tensors."""
+        kept = sum(layer.saved_bytes_per_token for layer in self._staying_layers(choice))
+        return {
+            "gradients": accumulated,
+            "activations": int(tokens * (kept + self._outside_bytes_per_token(choice))),
+            "logits and loss": tokens * self._model.vocab_size * _LOSS_BYTES_PER_LOGIT,
+        }
+
+    def _in_layer(self, choice: Choice, tokens: int, accumulated: int) -> dict[str, int]:
+        """Return what the most demanding layer's backward finds: the first that was not kept, else the last."""
+        model, staying = self._model, self._staying_layers(choice)
+        biggest = max(layer.saved_bytes_per_token for layer in model.layers)
+        gradients = accumulated
+        if choice.recompute_layers or choice.offload_layers:
+            # What the layers behind it kept is gone, and their gradients are there. An offloaded layer has the next
+            # one arriving beside it.
+            kept = biggest * (2 if choice.offload_layers else 1)
+            if not accumulated:
+                behind = sum(layer.dense_params + layer.expert_params for layer in staying)
+                gradients = model.item_bytes * (behind + (model.head_params or model.embedding_params))
+        else:
+            kept = sum(layer.saved_bytes_per_token for layer in staying)
+        # A weight's new gradient is made beside the sum that it is added to.
+        beside = max(layer.dense_params + layer.expert_params for layer in model.layers) if accumulated else 0
+        return {
+            "gradients": gradients,
+            "activations": int(tokens * (kept + self._outside_bytes_per_token(choice))),
+            "temporary": int(tokens * biggest * _BACKWARD_SHARE) + model.item_bytes * beside,
+        }
 
     def _offloaded_bytes_per_token(self, choice: Choice) -> float:
         return sum(layer.saved_bytes_per_token for layer in self._model.layers[: choice.offload_layers])
