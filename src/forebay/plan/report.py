@@ -215,5 +215,9 @@ def confidence(plan: Plan) -> dict[str, str]:
         memory = "fair: counted in the model's own code, but for experts, which get equal numbers of tokens here"
     if not measured:
         return {"memory": memory, "time": "low: rates from datasheets; `forebay calibrate` measures this machine"}
-    time = "low: experts' products were never measured" if routed else "fair: within 15% of the 1.1 B model on the H200"
+    time = (
+        "low: experts' products were never measured"
+        if routed
+        else "fair: fitted to the 1.1 B model on the H200, where it is within 15%"
+    )
     return {"memory": memory, "time": time}
