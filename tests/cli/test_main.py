@@ -122,7 +122,18 @@ def _python(*arguments, **options):
     )
 
 
-@pytest.mark.parametrize("argv", [["--help"], ["config", DEMO], ["recipes"], ["train", DEMO, "train.train_iters=0"]])
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--help"],
+        ["config", DEMO],
+        ["recipes"],
+        ["train", DEMO, "train.train_iters=0"],
+        ["check", DEMO],
+        ["check", DEMO, "--engine", "megatron", "--json"],
+        ["doctor", "--log", os.devnull],
+    ],
+)
 def test_these_import_no_torch(argv):
     code = (
         "import sys\nfrom forebay.cli.main import main\n"

@@ -150,6 +150,10 @@ OPTIMIZER = "optimizer.optimizer_cpu_offload=True "
             OPTIMIZER + "optimizer.decoupled_weight_decay=False",
             "CPU offloading only supported with decoupled_weight_decay enabled (AdamW mode)",
         ),
+        (
+            OPTIMIZER + "optimizer.optimizer_offload_fraction=auto",
+            "optimizer.optimizer_offload_fraction=auto: Megatron takes a number",
+        ),
     ],
 )
 def test_what_megatron_refuses_word_for_word(words, message):
@@ -192,7 +196,7 @@ def test_what_megatron_accepts(words):
         "checkpoint.keep=null",
         "optimizer.optimizer=sgd optimizer.decoupled_weight_decay=False",
         "model.cpu_offloading_num_layers=0",
-        *(f"{OPTIMIZER}optimizer.optimizer_offload_fraction={x}" for x in ("0", "0.0", "0.5", "1", "1.0")),
+        *(f"{OPTIMIZER}optimizer.optimizer_offload_fraction={x}" for x in ("0", "0.0", "0.5", "1", "1.0", "auto")),
     ],
 )
 def test_what_the_trainer_accepts(words):
@@ -240,6 +244,7 @@ def test_the_table_is_sound():
     ids = [rule.id for rule in RULES]
     assert len(set(ids)) == len(ids)
     for rule in RULES:
+        assert rule.condition, rule.id
         # Every fix and message names a key that exists.
         for word in f"{rule.message} {rule.fix}".replace(",", " ").replace("=", " ").split():
             if word.split(".")[0] in ("model", "optimizer", "train", "dataset", "checkpoint", "logger") and "." in word:

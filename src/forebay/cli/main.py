@@ -8,10 +8,18 @@ import sys
 from collections.abc import Sequence
 
 import forebay
-from forebay.cli import config, recipes, train
+from forebay.cli import calibrate, check, config, doctor, plan, recipes, train
 
 DEBUG_VARIABLE = "FOREBAY_DEBUG"
-_VERBS = {"train": train, "config": config, "recipes": recipes}
+_VERBS = {
+    "train": train,
+    "calibrate": calibrate,
+    "plan": plan,
+    "check": check,
+    "config": config,
+    "doctor": doctor,
+    "recipes": recipes,
+}
 _EXAMPLE = """\
 example:
   forebay train tiny_llama_demo train.train_iters=100 optimizer.optimizer_offload_fraction=0.5
@@ -43,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the words after ``forebay``. Default: those of the process.
 
     Returns:
-        0; 1 when training failed; 2 for what the user can mend; 130 after Ctrl-C.
+        0; 1 when training failed or a check found something; 2 for what the user can mend; 130 after Ctrl-C.
     """
     parser = build_parser()
     arguments, rest = parser.parse_known_args(argv)

@@ -19,6 +19,10 @@ def run(arguments: argparse.Namespace) -> int:
 
     resolved = resolve(arguments.recipe, arguments.words)
     validate(resolved.config, sources=resolved.sources)
+    if resolved.config.optimizer.optimizer_offload_fraction == "auto":
+        from forebay.plan.auto import choose_fraction
+
+        print(choose_fraction(resolved), file=sys.stderr)
     # Only now: a mistake in the configuration is answered without waiting for torch.
     from forebay.train.trainer import NonFiniteLossError, train
 

@@ -1,65 +1,25 @@
 """What values are refused, and what to do about it: the table.
 
-``native`` is forebay's own trainer. ``megatron`` repeats what Megatron Core and Megatron Bridge refuse, with the
-message that their users see in a log.
+``native`` is forebay's own trainer. ``megatron`` repeats what Megatron Core and Megatron Bridge refuse.
+``docs/rules.md`` is written from this table (``docs/generate_rules.py``).
 """
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
-from forebay.config.hf import ARCHITECTURE_KEYS, field_names
+from forebay.config.hf import ARCHITECTURE_KEYS, hf_config_dict
+from forebay.config.rule import MEGATRON, NATIVE, Rule, get, layers_out_of_range, size
+from forebay.config.rules_megatron import MEGATRON_RULES
 from forebay.config.schema import Config
-
-Engine = Literal["native", "megatron"]
-BOTH: tuple[Engine, ...] = ("native", "megatron")
-NATIVE: tuple[Engine, ...] = ("native",)
-MEGATRON: tuple[Engine, ...] = ("megatron",)
-
-
-@dataclasses.dataclass(frozen=True)
-class Rule:
-    """One row of the table.
-
-    Attributes:
-        id: a stable name.
-        is_broken: whether a configuration breaks the rule.
-        message: what is wrong; ``{train.seed}`` stands for a value, ``{num_layers}`` for an
-            architecture key's, taken from ``hf_config`` if it is not overridden.
-        fix: what to set instead.
-        engines: where it holds.
-        only_if_user_set: a key; the rule holds only when the user gave it a value, not when a recipe did.
-    """
-
-    id: str
-    is_broken: Callable[[Config], bool]
-    message: str
-    fix: str
-    engines: tuple[Engine, ...] = BOTH
-    only_if_user_set: str | None = None
-
-
-def get(config: Config, key: str) -> Any:
-    """Return the value of a dotted key."""
-    section, name = key.split(".")
-    return getattr(getattr(config, section), name)
-
-
-def size(config: Config, key: str) -> int | None:
-    """Return an architecture key's value, also from ``hf_config``; None if only transformers knows it."""
-    value = getattr(config.model, key)
-    if value is None:
-        fields = config.model.hf_config
-        value = fields.get(field_names(str(fields.get("model_type"))).get(key, key))
-    return value if type(value) is int else None
 
 
 def _below(key: str, lowest: float) -> Rule:
     return Rule(
         f"{key}_at_least_{lowest}",
+        f"`{key}` < {lowest}",
         lambda config: get(config, key) is not None and get(config, key) < lowest,
         f"{key}={{{key}}} must be at least {lowest}",
         f"{key}={lowest} or more",
@@ -69,7 +29,8 @@ def _below(key: str, lowest: float) -> Rule:
 def _outside_unit(key: str, what: str) -> Rule:
     return Rule(
         f"{key}_in_unit_interval",
-        lambda config: not 0.0 <= get(config, key) <= 1.0,
+        f"`{key}` outside 0.0 to 1.0",
+        lambda config: get(config, key) != "auto" and not 0.0 <= get(config, key) <= 1.0,
         f"{key}={{{key}}} must be between 0.0 and 1.0; it is {what}",
         f"{key}=0.5, or another number between 0.0 and 1.0",
     )
@@ -78,6 +39,7 @@ def _outside_unit(key: str, what: str) -> Rule:
 def _beta(key: str) -> Rule:
     return Rule(
         f"{key}_is_a_decay",
+        f"`{key}` < 0 or >= 1",
         lambda config: not 0.0 <= get(config, key) < 1.0,
         f"{key}={{{key}}} must be at least 0.0 and below 1.0",
         f"{key}={field_default(key)}",
@@ -87,6 +49,10 @@ def _beta(key: str) -> Rule:
 def field_default(key: str) -> Any:
     """Return the default of a dotted key."""
     return get(Config(), key)
+
+
+def _shown(value: Any) -> str:
+    return "null" if value is None else str(value)
 
 
 def _does_not_divide(config: Config) -> bool:
@@ -113,14 +79,8 @@ def _topk_too_large(config: Config) -> bool:
     return experts is not None and topk is not None and 0 < experts < topk
 
 
-def _layers_out_of_range(config: Config) -> bool:
-    model, total = config.model, size(config, "num_layers")
-    # Megatron checks the range only when offloading; forebay always, since the number means nothing else.
-    return model.cpu_offloading_num_layers < 0 or (total is not None and model.cpu_offloading_num_layers >= total)
-
-
 def _offloads(config: Config) -> bool:
-    return config.optimizer.optimizer_cpu_offload and config.optimizer.optimizer_offload_fraction > 0
+    return config.optimizer.optimizer_cpu_offload and config.optimizer.optimizer_offload_fraction != 0
 
 
 def _uses_torch_classes(config: Config) -> bool:
@@ -135,8 +95,31 @@ def _decay_differs(config: Config) -> bool:
     return options.weight_decay != 0 and options.decoupled_weight_decay != (options.optimizer == "adamw")
 
 
+def _shape_error(config: Config) -> str | None:
+    if config.model.path is not None:
+        return None
+    try:
+        hf_config_dict(config.model)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def _describe_shape(config: Config) -> tuple[str, str]:
+    message, _, fix = str(_shape_error(config)).partition("; ")
+    return message, fix
+
+
 _RANGES = (
     _outside_unit("optimizer.optimizer_offload_fraction", "the share of the optimizer state on the host"),
+    Rule(
+        "auto_fraction_is_forebay_s",
+        "`optimizer.optimizer_offload_fraction`=auto",
+        lambda config: config.optimizer.optimizer_offload_fraction == "auto",
+        "optimizer.optimizer_offload_fraction=auto: Megatron takes a number",
+        "the number that `forebay plan --engine megatron` finds",
+        MEGATRON,
+    ),
     _outside_unit("model.activation_offload_fraction", "the share of the chosen modules' inputs that is offloaded"),
     *(_below(f"model.{key}", 1) for key in ARCHITECTURE_KEYS),
     *(
@@ -166,24 +149,28 @@ _RANGES = (
     _beta("optimizer.adam_beta2"),
     Rule(
         "adam_eps_positive",
+        "`optimizer.adam_eps` <= 0",
         lambda config: config.optimizer.adam_eps <= 0,
         "optimizer.adam_eps={optimizer.adam_eps} must be above 0",
         "optimizer.adam_eps=1e-8",
     ),
     Rule(
         "lr_positive",
+        "`optimizer.lr` <= 0",
         lambda config: config.optimizer.lr <= 0,
         "optimizer.lr={optimizer.lr} must be above 0",
         "optimizer.lr=3e-4, or another positive number",
     ),
     Rule(
         "min_lr_range",
+        "`optimizer.min_lr` < 0 or > `optimizer.lr`",
         lambda config: not 0 <= config.optimizer.min_lr <= max(config.optimizer.lr, 0),
         "optimizer.min_lr={optimizer.min_lr} must be between 0 and optimizer.lr={optimizer.lr}",
         "a lower optimizer.min_lr",
     ),
     Rule(
         "warmup_fits",
+        "`optimizer.lr_warmup_iters` > `optimizer.lr_decay_iters` (null: `train.train_iters`)",
         _warmup_too_long,
         "optimizer.lr_warmup_iters={optimizer.lr_warmup_iters} is longer than the schedule, which ends at "
         "optimizer.lr_decay_iters={optimizer.lr_decay_iters} (null: train.train_iters={train.train_iters})",
@@ -191,6 +178,7 @@ _RANGES = (
     ),
     Rule(
         "batch_divides",
+        "`train.global_batch_size` is not a multiple of `train.micro_batch_size`",
         _does_not_divide,
         "train.global_batch_size={train.global_batch_size} is not a multiple of "
         "train.micro_batch_size={train.micro_batch_size}; the global batch is made of whole micro-batches",
@@ -198,12 +186,14 @@ _RANGES = (
     ),
     Rule(
         "eval_fraction_range",
+        "`dataset.eval_fraction` < 0 or >= 1",
         lambda config: not 0.0 <= config.dataset.eval_fraction < 1.0,
         "dataset.eval_fraction={dataset.eval_fraction} must be at least 0.0 and below 1.0",
         "dataset.eval_fraction=0.01",
     ),
     Rule(
         "heads_divide",
+        "`model.num_attention_heads` is not a multiple of `model.num_query_groups`",
         _heads_do_not_divide,
         "the query heads (model.num_attention_heads, {num_attention_heads}) are not a multiple of the key/value heads "
         "(model.num_query_groups, {num_query_groups})",
@@ -211,6 +201,7 @@ _RANGES = (
     ),
     Rule(
         "topk_range",
+        "`model.moe_router_topk` > `model.num_moe_experts`",
         _topk_too_large,
         "each token goes to model.moe_router_topk={moe_router_topk} experts, but there are {num_moe_experts} "
         "(model.num_moe_experts)",
@@ -249,6 +240,7 @@ _NOT_YET = "is not available in this version of forebay train"
 def _not_yet(key: str, fix: str) -> Rule:
     return Rule(
         f"{key}_not_available",
+        f"`{key}` is not {_shown(field_default(key))}",
         lambda config: get(config, key) != field_default(key),
         f"{key}={{{key}}} {_NOT_YET}",
         fix,
@@ -259,6 +251,7 @@ def _not_yet(key: str, fix: str) -> Rule:
 def _needs(key: str, switch: str, is_on: Callable[[Config], bool] | None = None) -> Rule:
     return Rule(
         f"{key}_needs_{switch}",
+        f"`{key}` is not {_shown(field_default(key))} without `{switch}`",
         lambda config: get(config, key) != field_default(key) and not (is_on(config) if is_on else get(config, switch)),
         f"{key}={{{key}}} has no effect while {switch}={{{switch}}}",
         f"{switch}=True, or leave {key} at {field_default(key)}",
@@ -272,9 +265,10 @@ def _unread(key: str, is_unread: Callable[[Config], bool], why: str, fix: str) -
     default = field_default(key)
     return Rule(
         f"{key}_unread",
+        f"`{key}` is not {_shown(default)} while {why}",
         lambda config: get(config, key) != default and is_unread(config),
         f"{key}={{{key}}} has no effect while {why}",
-        f"{fix}, or {key}={'null' if default is None else default}",
+        f"{fix}, or {key}={_shown(default)}",
         NATIVE,
         only_if_user_set=key,
     )
@@ -283,6 +277,7 @@ def _unread(key: str, is_unread: Callable[[Config], bool], why: str, fix: str) -
 def _shape_of_path(key: str) -> Rule:
     return Rule(
         f"{key}_with_path",
+        f"`model.{key}` and `model.path` are both set",
         lambda config: config.model.path is not None and getattr(config.model, key) is not None,
         f"model.{key}={{model.{key}}}: the model in model.path={{model.path}} has its own shape",
         f"model.{key}=null, or model.path=null",
@@ -293,6 +288,7 @@ def _shape_of_path(key: str) -> Rule:
 _NATIVE = (
     Rule(
         "device_name",
+        "`train.device` is none of auto, cpu, cuda, cuda:N",
         lambda config: re.fullmatch(r"auto|cpu|cuda(:\d+)?", config.train.device) is None,
         "train.device={train.device} is not a device",
         "train.device=auto, cpu, cuda or cuda:N",
@@ -300,6 +296,7 @@ _NATIVE = (
     ),
     Rule(
         "engine_fits_device",
+        "`train.engine`=sim on a GPU, or cuda on a CPU",
         lambda config: (
             (config.train.engine == "sim" and config.train.device.startswith("cuda"))
             or (config.train.engine == "cuda" and config.train.device == "cpu")
@@ -310,7 +307,8 @@ _NATIVE = (
     ),
     Rule(
         "offloaded_layers_range",
-        _layers_out_of_range,
+        "`model.cpu_offloading_num_layers` < 0 or >= number of layers",
+        layers_out_of_range,
         "model.cpu_offloading_num_layers={model.cpu_offloading_num_layers} must be from 0 to num_layers - 1; the model "
         "has {num_layers} layers",
         "a model.cpu_offloading_num_layers in that range",
@@ -329,6 +327,7 @@ _NATIVE = (
     _not_yet("model.cuda_graph_impl", "model.cuda_graph_impl=none"),
     Rule(
         "selective_recompute_not_available",
+        "`model.recompute_granularity`=selective",
         lambda config: config.model.recompute_granularity == "selective",
         f"model.recompute_granularity=selective {_NOT_YET}, which recomputes whole layers only",
         "model.recompute_granularity=full or null",
@@ -344,6 +343,7 @@ _NATIVE = (
     *(_needs(key, "optimizer.optimizer_cpu_offload") for key in _OPTIMIZER_OFFLOAD_KEYS),
     Rule(
         "own_updates_are_adamw",
+        "adam or sgd, an offloaded share, and `optimizer.use_torch_optimizer_for_cpu_offload`=False",
         lambda config: (
             config.optimizer.optimizer != "adamw"
             and _offloads(config)
@@ -374,6 +374,7 @@ _NATIVE = (
     ),
     Rule(
         "8bit_state_has_no_host_kernel",
+        "`optimizer.optimizer_state_dtype`=8bit, offloaded, with `optimizer.optimizer_offload_placement`=host",
         lambda config: (
             config.optimizer.optimizer_state_dtype == "8bit"
             and config.optimizer.optimizer_offload_placement == "host"
@@ -387,6 +388,7 @@ _NATIVE = (
     ),
     Rule(
         "pinning_agrees",
+        "`optimizer.pin_cpu_grads` differs from `optimizer.pin_cpu_params`, and the updates are forebay's own",
         lambda config: (
             not _uses_torch_classes(config) and config.optimizer.pin_cpu_grads != config.optimizer.pin_cpu_params
         ),
@@ -397,6 +399,7 @@ _NATIVE = (
     ),
     Rule(
         "decay_fits_optimizer",
+        "`optimizer.decoupled_weight_decay`=False with adamw, or True with adam or sgd, and a decay above 0",
         _decay_differs,
         "optimizer.optimizer={optimizer.optimizer} with optimizer.decoupled_weight_decay="
         "{optimizer.decoupled_weight_decay}: adamw decays the weights, adam and sgd decay the gradients",
@@ -406,6 +409,7 @@ _NATIVE = (
     _not_yet("train.compile", "train.compile=none"),
     Rule(
         "fp16_needs_loss_scaling",
+        "`model.params_dtype`=fp16",
         lambda config: config.model.params_dtype == "fp16",
         "model.params_dtype=fp16: small gradients become zero in fp16, and forebay train has no loss scaling",
         "model.params_dtype=bf16, which has the range of fp32",
@@ -441,6 +445,7 @@ _NATIVE = (
     ),
     Rule(
         "sequence_fits_positions",
+        "`dataset.seq_length` > the model's positions",
         lambda config: (
             config.model.path is None
             and config.dataset.seq_length > (size(config, "max_position_embeddings") or config.dataset.seq_length)
@@ -451,64 +456,22 @@ _NATIVE = (
     ),
     Rule(
         "evaluation_without_text",
+        "`train.eval_interval` is set and `dataset.eval_fraction`=0",
         lambda config: config.train.eval_interval is not None and config.dataset.eval_fraction == 0,
         "train.eval_interval={train.eval_interval} has no effect while dataset.eval_fraction=0.0",
         "dataset.eval_fraction=0.01, or train.eval_interval=null",
         NATIVE,
     ),
-)
-
-_MEGATRON = (
     Rule(
-        "activation_offload_pp",
-        lambda config: config.model.cpu_offloading and config.model.pipeline_model_parallel_size > 1,
-        "Currently there is no support for Pipeline parallelism with CPU offloading",
-        "model.pipeline_model_parallel_size=1, or optimizer.optimizer_cpu_offload=True and model.cpu_offloading=False",
-        MEGATRON,
-    ),
-    Rule(
-        "activation_offload_recompute",
-        lambda config: config.model.cpu_offloading and config.model.recompute_granularity is not None,
-        "CPU offloading does not work when activation recomputation is enabled",
-        "model.recompute_granularity=null",
-        MEGATRON,
-    ),
-    Rule(
-        "both_activation_offloads",
-        lambda config: config.model.cpu_offloading and config.model.fine_grained_activation_offloading,
-        "fine_grained_activation_offloading cannot be enabled with cpu_offloading",
-        "model.fine_grained_activation_offloading=False, or model.cpu_offloading=False",
-        MEGATRON,
-    ),
-    Rule(
-        "activation_offload_cuda_graphs",
-        lambda config: config.model.cpu_offloading and config.model.cuda_graph_impl != "none",
-        "CUDA graphs not supported with CPU offloading",
-        "model.cuda_graph_impl=none",
-        MEGATRON,
-    ),
-    Rule(
-        "activation_offload_layers",
-        lambda config: config.model.cpu_offloading and _layers_out_of_range(config),
-        "CPU offloading can be done only for layers less than {num_layers}",
-        "model.cpu_offloading_num_layers from 0 to num_layers - 1",
-        MEGATRON,
-    ),
-    Rule(
-        "optimizer_offload_distributed",
-        lambda config: config.optimizer.optimizer_cpu_offload and not config.optimizer.use_distributed_optimizer,
-        "CPU offloading only supported with decoupled_weight_decay enabled (AdamW mode)",
-        "optimizer.use_distributed_optimizer=True",
-        MEGATRON,
-    ),
-    Rule(
-        "optimizer_offload_decoupled",
-        lambda config: config.optimizer.optimizer_cpu_offload and not config.optimizer.decoupled_weight_decay,
-        "CPU offloading only supported with decoupled_weight_decay enabled (AdamW mode)",
-        "optimizer.decoupled_weight_decay=True",
-        MEGATRON,
+        "model_shape",
+        "`model.hf_config` has no `model_type`, or a size does not go with it",
+        lambda config: _shape_error(config) is not None,
+        "there is no model, or the model type has no such size",
+        "start from a recipe, or set model.path, or model_type under model.hf_config",
+        NATIVE,
+        describe=_describe_shape,
     ),
 )
 
-RULES: tuple[Rule, ...] = (*_RANGES, *_NATIVE, *_MEGATRON)
+RULES: tuple[Rule, ...] = (*_RANGES, *_NATIVE, *MEGATRON_RULES)
 """Every rule, in the order in which violations are listed."""

@@ -7,9 +7,9 @@ import re
 from collections.abc import Mapping
 from typing import Any, get_args
 
-from forebay.config.hf import hf_config_dict
 from forebay.config.resolve import is_from_user
-from forebay.config.rule_table import RULES, Engine, Rule, get, size
+from forebay.config.rule import Engine, Rule, get, size
+from forebay.config.rule_table import RULES
 from forebay.config.schema import Config
 
 
@@ -19,11 +19,13 @@ class Violation:
 
     Attributes:
         rule: the rule's id.
+        number: of the rule in the table, from 1.
         message: what is wrong.
         fix: what to set instead.
     """
 
     rule: str
+    number: int
     message: str
     fix: str
 
@@ -44,17 +46,11 @@ def violations(
     """
     if engine not in get_args(Engine):
         raise ValueError(f"unknown engine {engine!r}; choose one of {', '.join(get_args(Engine))}")
-    found = [
-        Violation(rule.id, _fill(rule.message, config), rule.fix)
-        for rule in RULES
-        if engine in rule.engines and _concerns(rule, sources or {}) and rule.is_broken(config)
-    ]
-    if config.model.path is None:
-        try:
-            hf_config_dict(config.model)
-        except ValueError as error:
-            message, _, fix = str(error).partition("; ")
-            found.append(Violation("model_shape", message, fix))
+    found = []
+    for number, rule in enumerate(RULES, start=1):
+        if engine in rule.engines and _concerns(rule, sources or {}) and rule.is_broken(config):
+            message, fix = rule.describe(config) if rule.describe else (_fill(rule.message, config), rule.fix)
+            found.append(Violation(rule.id, number, message, fix))
     return found
 
 

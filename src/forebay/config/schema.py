@@ -13,6 +13,7 @@ AttnImplementation = Literal["sdpa", "eager"]
 RecomputeGranularity = Literal["full", "selective"]
 CudaGraphImpl = Literal["none", "local", "transformer_engine"]
 OptimizerName = Literal["adamw", "adam", "sgd"]
+OffloadFraction = float | Literal["auto"]
 Placement = Literal["auto", "streamed", "host"]
 StateDtype = Literal["fp32", "bf16", "8bit"]
 DecayStyle = Literal["cosine", "linear", "constant"]
@@ -125,8 +126,8 @@ class OptimizerConfig:
     """Highest norm of the gradient over all parameters. 0: do not clip."""
     optimizer_cpu_offload: bool = False
     """Hold a part of the optimizer state on the host; ``optimizer_offload_fraction`` says how much."""
-    optimizer_offload_fraction: float = 0.0
-    """Share of the optimizer state on the host, 0.0 to 1.0: moments and fp32 master weights."""
+    optimizer_offload_fraction: OffloadFraction = 0.0
+    """Share of the optimizer state on the host, 0.0 to 1.0: moments and fp32 masters. ``auto``: the least that fits."""
     optimizer_offload_placement: Placement = "auto"
     """Who updates the host share: the GPU, to which its state is streamed, or the host. ``auto``: both."""
     optimizer_staging_gib: float = 0.0

@@ -33,7 +33,7 @@ from forebay.engine.base import (
 from forebay.engine.cuda_buffers import CudaDeviceBuffer, CudaHostBuffer
 from forebay.engine.cuda_runtime import DEVICE_TO_HOST, HOST_TO_DEVICE, CudaRuntime, loaded_runtime, sanitizer_is_on
 from forebay.host.ledger import Ledger
-from forebay.host.numa import numa_node_of_pci_device
+from forebay.host.numa import numa_node_of_pci_device, pci_bus_id
 from forebay.host.slab import HostSlab
 
 _GAP_BYTES = 4 * 2**20  # copies from this size on leave a gap behind them
@@ -104,8 +104,7 @@ class CudaEngine(Engine):
         index = device.index if device.index is not None else torch.cuda.current_device()
         self.device = torch.device("cuda", index)
         properties: Any = torch.cuda.get_device_properties(self.device)
-        bus = f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
-        self.numa_node = numa_node_of_pci_device(bus)
+        self.numa_node = numa_node_of_pci_device(pci_bus_id(properties))
         torch.zeros(1, device=self.device)  # loads the runtime and makes the context
         # Torch's stream objects stay referenced: they own the handles that are used.
         self._torch_streams = {lane: torch.cuda.Stream(self.device) for lane in SIDE_LANES}

@@ -10,6 +10,7 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 _PCI_BUS_ID = re.compile(r"(?:([0-9a-fA-F]{4,8}):)?([0-9a-fA-F]{2}):([0-9a-fA-F]{2})\.([0-7])")
 
@@ -19,6 +20,11 @@ def affinity() -> set[int]:
     if hasattr(os, "sched_getaffinity"):
         return set(os.sched_getaffinity(0))
     return set(range(os.cpu_count() or 1))  # macOS has no affinity
+
+
+def pci_bus_id(properties: Any) -> str:
+    """Return where on the bus a GPU is, from ``torch.cuda.get_device_properties``: ``"0000:3b:00.0"``."""
+    return f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
 
 
 def numa_node_of_pci_device(pci_bus_id: str, *, root: Path = Path("/")) -> int | None:

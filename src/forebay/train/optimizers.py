@@ -14,8 +14,19 @@ SGD_MOMENTUM = 0.9  # Megatron's default
 
 
 def effective_fraction(config: OptimizerConfig) -> float:
-    """Return the share of the optimizer state on the host: 0 unless ``optimizer_cpu_offload`` is on."""
-    return config.optimizer_offload_fraction if config.optimizer_cpu_offload else 0.0
+    """Return the share of the optimizer state on the host: 0 unless ``optimizer_cpu_offload`` is on.
+
+    Raises:
+        ValueError: for ``auto``, which :func:`forebay.plan.auto.choose_fraction` turns into a number.
+    """
+    if not config.optimizer_cpu_offload:
+        return 0.0
+    if isinstance(config.optimizer_offload_fraction, str):
+        raise ValueError(
+            f"optimizer.optimizer_offload_fraction={config.optimizer_offload_fraction} has not been turned into a "
+            "number; `forebay train` does that, in Python call forebay.plan.auto.choose_fraction first"
+        )
+    return config.optimizer_offload_fraction
 
 
 def uses_torch_classes(config: OptimizerConfig) -> bool:
