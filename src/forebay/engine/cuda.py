@@ -20,6 +20,7 @@ import torch
 
 from forebay.engine.base import SIDE_LANES, Buffer, Engine, Event, HostTask, Lane, TaskLog, Traffic
 from forebay.host.ledger import Ledger, Tier
+from forebay.host.limits import DEFAULT_SETTING_HINT
 from forebay.host.numa import numa_node_of_pci_device
 from forebay.host.slab import HostSlab
 
@@ -230,11 +231,17 @@ class CudaEngine(Engine):
         self._log.check()
         self._log.clear()
 
+    def compute_stream(self) -> int:
+        """See :meth:`Engine.compute_stream`."""
+        return torch.cuda.current_stream(self.device).cuda_stream
+
     # Memory
 
-    def empty_host(self, num_bytes: int, purpose: str, *, pinned: bool = True) -> Buffer:
+    def empty_host(
+        self, num_bytes: int, purpose: str, *, pinned: bool = True, setting_hint: str = DEFAULT_SETTING_HINT
+    ) -> Buffer:
         """See :meth:`Engine.empty_host`."""
-        return _CudaHostBuffer(self, num_bytes, purpose, pinned)
+        return _CudaHostBuffer(self, num_bytes, purpose, pinned, setting_hint)
 
     def empty_device(self, num_bytes: int, purpose: str) -> Buffer:
         """See :meth:`Engine.empty_device`."""
@@ -271,7 +278,7 @@ class CudaEngine(Engine):
 
 
 class _CudaHostBuffer(Buffer):
-    def __init__(self, engine: CudaEngine, num_bytes: int, purpose: str, pinned: bool) -> None:
+    def __init__(self, engine: CudaEngine, num_bytes: int, purpose: str, pinned: bool, setting_hint: str) -> None:
         self._slab = HostSlab(
             num_bytes,
             purpose=purpose,
@@ -279,6 +286,7 @@ class _CudaHostBuffer(Buffer):
             unregister=_unregister if pinned else None,
             ledger=engine.ledger,
             numa_node=engine._numa_node,
+            setting_hint=setting_hint,
         )
         self.tensor = self._slab.tensor
         self.purpose = purpose

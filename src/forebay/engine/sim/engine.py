@@ -22,7 +22,7 @@ from forebay.engine.base import SIDE_LANES, Buffer, Engine, Event, HostTask, Lan
 from forebay.engine.sim.clocks import PYTHON, Clock, Clocks, RaceError, ShadowMemory
 from forebay.engine.sim.watch import WatchMode
 from forebay.host.ledger import Ledger, Tier
-from forebay.host.limits import check_host_memory
+from forebay.host.limits import DEFAULT_SETTING_HINT, check_host_memory
 
 _POISON_BYTE = 0xFF  # NaN in fp32, bf16 and fp16, and -1 in every integer
 
@@ -158,11 +158,17 @@ class SimEngine(Engine):
         self._log.check()
         self._log.clear()
 
+    def compute_stream(self) -> int:
+        """See :meth:`Engine.compute_stream`; there is one."""
+        return 0
+
     # Memory
 
-    def empty_host(self, num_bytes: int, purpose: str, *, pinned: bool = True) -> Buffer:
+    def empty_host(
+        self, num_bytes: int, purpose: str, *, pinned: bool = True, setting_hint: str = DEFAULT_SETTING_HINT
+    ) -> Buffer:
         """See :meth:`Engine.empty_host`; both kinds are plain CPU memory here."""
-        check_host_memory(num_bytes, purpose=purpose, pinned=pinned)
+        check_host_memory(num_bytes, purpose=purpose, pinned=pinned, setting_hint=setting_hint)
         return _SimBuffer(self, num_bytes, purpose, Tier.PINNED if pinned else Tier.PAGEABLE)
 
     def empty_device(self, num_bytes: int, purpose: str) -> Buffer:

@@ -1,0 +1,92 @@
+"""What becomes of each layer's activations: a plain object, filled in by the user or by a planner."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Iterable, Sequence
+
+
+class Choice(str, enum.Enum):
+    """What becomes of the activations of one layer between its forward and its backward.
+
+    ``KEEP`` leaves them on the device. ``OFFLOAD`` copies them to the host and back. ``RECOMPUTE`` keeps the
+    layer's inputs only and runs its forward again in backward. ``RECOMPUTE_OFFLOADED_INPUT`` does the same with
+    the inputs on the host meanwhile, so that nothing of the layer stays on the device.
+    """
+
+    KEEP = "keep"
+    OFFLOAD = "offload"
+    RECOMPUTE = "recompute"
+    RECOMPUTE_OFFLOADED_INPUT = "recompute_offloaded_input"
+
+
+_NAMES = tuple(choice.value for choice in Choice)
+
+
+@dataclasses.dataclass(frozen=True)
+class Policy:
+    """A choice for each layer, in the order in which the layers run.
+
+    Args:
+        choices: one :class:`Choice`, or its name, for each layer.
+
+    Raises:
+        ValueError: for a name that is no choice.
+    """
+
+    choices: tuple[Choice, ...]
+
+    def __init__(self, choices: Iterable[Choice | str]) -> None:
+        # A frozen dataclass sets its fields this way.
+        object.__setattr__(self, "choices", tuple(_choice(choice) for choice in choices))
+
+    @classmethod
+    def uniform(cls, choice: Choice | str, num_layers: int, *, num_kept: int = 1) -> Policy:
+        """Return a policy with the same choice for all layers but the last ``num_kept``, which keep theirs.
+
+        Backward begins with the last layers. It needs what they saved at once, so moving it away frees nothing
+        when memory is fullest.
+
+        Args:
+            choice: of the other layers.
+            num_layers: of the model.
+            num_kept: how many keep their activations. Default 1.
+
+        Raises:
+            ValueError: for a name that is no choice, or a negative number.
+        """
+        if num_layers < 0 or num_kept < 0:
+            raise ValueError(f"num_layers={num_layers} and num_kept={num_kept} must not be negative")
+        num_kept = min(num_kept, num_layers)
+        return cls([choice] * (num_layers - num_kept) + [Choice.KEEP] * num_kept)
+
+    def count(self, choice: Choice) -> int:
+        """Return how many layers have ``choice``."""
+        return self.choices.count(choice)
+
+
+def resolve(policy: Policy | Choice | str | Sequence[Choice | str], num_layers: int) -> Policy:
+    """Return ``policy`` as a :class:`Policy` for ``num_layers``; one choice is meant for all but the last layer.
+
+    Raises:
+        ValueError: if the number of choices is not that of the layers.
+    """
+    if isinstance(policy, str):  # a Choice is one too
+        return Policy.uniform(policy, num_layers)
+    found = policy if isinstance(policy, Policy) else Policy(policy)
+    if len(found.choices) != num_layers:
+        raise ValueError(
+            f"the policy has {len(found.choices)} choices and the model {num_layers} layers; give one choice for each "
+            "layer, or the name of one choice for all but the last (Policy.uniform makes such a policy)"
+        )
+    return found
+
+
+def _choice(name: Choice | str) -> Choice:
+    try:
+        return Choice(name)
+    except ValueError:
+        raise ValueError(
+            f"unknown choice {name!r} for a layer's activations; choose one of {', '.join(_NAMES)}"
+        ) from None
