@@ -12,11 +12,12 @@ from typing import Any
 _PUBLIC = {
     "AdamW": "forebay.optim.adamw",
     "HybridDeviceOptimizer": "forebay.optim.hybrid",
+    "offload_activations": "forebay.activations.offload",
     "plan_memory": "forebay.optim.options",
 }
 
 __version__ = "0.1.0"
-__all__ = ["AdamW", "HybridDeviceOptimizer", "__version__", "plan_memory"]
+__all__ = ["AdamW", "HybridDeviceOptimizer", "__version__", "offload_activations", "plan_memory"]
 
 
 def __getattr__(name: str) -> Any:

@@ -19,8 +19,9 @@ from forebay.host import HostPool
 
 _PURPOSE = "activations"
 _SETTING_HINT = "offload fewer layers (a Policy with more 'keep' or 'recompute'), or smaller batches"
-# Of the widest dtype: a range that begins at a multiple of it can be viewed in every dtype.
-_ALIGNMENT_BYTES = 16
+# Kernels choose how they read by the alignment of their arguments, and with it the bits of a result. So what comes
+# back is aligned as the original was, whose allocator aligns to this or more.
+_ALIGNMENT_BYTES = 256
 
 
 class VersionWitness:

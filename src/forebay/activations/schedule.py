@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 
 from forebay.activations.ranges import Range, RangeStore
-from forebay.engine import Engine, Lane
+from forebay.engine import Engine, Event, Lane
 
 logger = logging.getLogger("forebay")
 
@@ -37,17 +37,15 @@ class Pass:
     """One forward of one layer, as long as its graph lives.
 
     Args:
-        schedule: that it belongs to.
         number: of all passes.
         layer: index of the layer.
         stream: where its forward began, see :meth:`forebay.engine.Engine.compute_stream`.
     """
 
-    def __init__(self, schedule: Schedule, number: int, layer: int, stream: int) -> None:
+    def __init__(self, number: int, layer: int, stream: int) -> None:
         self.number = number
         self.layer = layer
         self.stream = stream
-        self._schedule = schedule
         self._saved: list[tuple[Slot, weakref.ref[Range]]] = []
 
     def add(self, slot: Slot, saved: Range) -> None:
@@ -57,10 +55,6 @@ class Pass:
     def saved(self) -> list[tuple[Slot, Range]]:
         """Return what is left of what was saved, in the order of backward: the last first."""
         return [(slot, found) for slot, ref in reversed(self._saved) if (found := ref()) is not None]
-
-    def reach(self) -> None:
-        """See :meth:`Schedule.reach`."""
-        self._schedule.reach(self.number)
 
 
 class Schedule:
@@ -79,7 +73,7 @@ class Schedule:
         self._num_in_flight = num_in_flight
         self._num_prefetched = num_prefetched
         self._next_number = 0
-        self._in_flight: deque[tuple[Pass, Range]] = deque()
+        self._in_flight: deque[tuple[weakref.ref[Pass], Event]] = deque()
         self._live: dict[int, weakref.ref[Pass]] = {}
         # Of the step that began with pass `_first`: a step lasts until no graph is left.
         self._first = 0
@@ -89,6 +83,7 @@ class Schedule:
         self._unmeasured: list[weakref.ref[Pass]] = []
         self._freed: defaultdict[Slot, int] = defaultdict(int)
         self._held: defaultdict[Slot, int] = defaultdict(int)
+        self._said = False
 
     # Forward
 
@@ -99,7 +94,7 @@ class Schedule:
             self._begin_step()
         number = self._next_number
         self._next_number += 1
-        new = Pass(self, number, layer, self._engine.compute_stream())
+        new = Pass(number, layer, self._engine.compute_stream())
         self._live[number] = weakref.ref(new)
         return new
 
@@ -107,16 +102,19 @@ class Schedule:
         """Note that the forward of a pass is over; the compute lane waits for the copies of an earlier one."""
         saved = done.saved()
         if saved:
-            self._in_flight.append((done, saved[0][1]))
+            # Weak, and the event alone: what is in flight when a step ends must not outlive its graph.
+            self._in_flight.append((weakref.ref(done), saved[0][1].down))
         while len(self._in_flight) > self._num_in_flight:
             self._settle(*self._in_flight.popleft())
 
-    def _settle(self, done: Pass, last: Range) -> None:
+    def _settle(self, ref: weakref.ref[Pass], down: Event) -> None:
         # Without this wait the Python thread, far ahead of the device, would allocate the activations of all layers
         # before the first has left: memory is free only for work that comes after the copy.
-        self._engine.wait(Lane.COMPUTE, last.down)
-        if done.stream == self._engine.compute_stream():  # else the engine holds the originals for a while
-            self._unmeasured.append(weakref.ref(done))
+        self._engine.wait(Lane.COMPUTE, down)
+        done = ref()
+        # On another stream the engine holds the originals for a while, which says nothing about who else does.
+        if done is not None and done.stream == self._engine.compute_stream():
+            self._unmeasured.append(ref)
 
     def _begin_step(self) -> None:
         if self._reached:
@@ -129,13 +127,13 @@ class Schedule:
 
     # Backward
 
-    def reach(self, number: int) -> None:
-        """Load what backward needs next: it has come to pass ``number``."""
+    def reach(self, number: int, layer: int) -> None:
+        """Load what backward needs next: it has come to pass ``number``, which is of ``layer``."""
         if number in self._reached or number < self._first:
             return
         ref = self._live.get(number)
         found = None if ref is None else ref()
-        self._reached[number] = (number - self._first, -1 if found is None else found.layer)
+        self._reached[number] = (number - self._first, layer)
         self._measure()
         if found is not None:
             self._store.load(saved for _, saved in found.saved())
@@ -185,10 +183,18 @@ class Schedule:
                     continue
                 self._held[slot] += 1
                 if self._held[slot] == _OBSERVATIONS and not self._freed[slot]:
-                    self._say(saved)
+                    self._say(slot, saved)
         self._unmeasured = []
 
-    def _say(self, saved: Range) -> None:
-        if not getattr(self, "_said", False):
-            self._said = True
-            logger.info("x")
+    def _say(self, slot: Slot, saved: Range) -> None:
+        if self._said:
+            return
+        self._said = True
+        logger.info(
+            "activations: what layer %d saves as number %d (%s, %d bytes) is held elsewhere until backward begins, so "
+            "copying it frees nothing; it stays on the device, and so does what else is found to be like it",
+            slot.layer,
+            slot.position,
+            slot.dtype,
+            saved.num_bytes,
+        )
