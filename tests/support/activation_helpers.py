@@ -13,6 +13,8 @@ from forebay.engine.sim import SimEngine
 
 WIDTH = 16
 SLAB_BYTES = 1 << 16
+SEEDS = range(50)
+MIXED = ["offload", "recompute_offloaded_input", "recompute", "offload", "keep"]  # for a model of five layers
 
 
 class Block(nn.Module):
@@ -82,24 +84,33 @@ def grads(model: nn.Module) -> dict[str, torch.Tensor]:
 def assert_equal(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
     assert actual.keys() == expected.keys()
     for name, value in expected.items():
+        assert value.isfinite().all(), f"{name} proves nothing"
         assert torch.equal(actual[name], value), f"the gradient of {name} differs"
 
 
-def both(model: nn.Module, step, policy="offload", *, seed: int = 0, watched: bool = True, **kwargs):
-    """Return what ``step(model, inside)`` gives without and with offloading, on copies of ``model``.
+def run_apart(model: nn.Module, step, make=None, *, watched: bool = True):
+    """Return what ``step(model, inside)`` gives on a copy of ``model``, offloaded by ``make(copy)`` if given.
 
-    ``inside`` is a function that returns the context to run forward in. The ledger is checked after the step.
+    ``inside()`` is the context to run forward in. Afterwards nothing of the step may be left.
     """
-    plain, candidate = copy.deepcopy(model), copy.deepcopy(model)
+    own = copy.deepcopy(model)
     torch.manual_seed(1)
-    expected = step(plain, contextlib.nullcontext)
-    engine = SimEngine(seed)
-    made = offload(candidate, policy, engine=engine, **kwargs)
-    torch.manual_seed(1)
-    with engine.watch() if watched else contextlib.nullcontext():
-        actual = step(candidate, lambda: made)
+    if make is None:
+        return step(own, contextlib.nullcontext)
+    made = make(own)
+    with made.engine.watch() if watched else contextlib.nullcontext():
+        result = step(own, lambda: made)
     assert_flat(made)
-    return actual, expected, made
+    return result
+
+
+def check(model: nn.Module, step, policy="offload", *, seeds=SEEDS, watched: bool = True, **kwargs) -> None:
+    """Under each seed, ``step`` with offloading gives the bits that it gives without."""
+    expected = run_apart(model, step)
+    assert expected, "the step has no result to compare"
+    for seed in seeds:
+        found = run_apart(model, step, lambda own, s=seed: offload(own, policy, seed=s, **kwargs), watched=watched)
+        assert_equal(found, expected)
 
 
 def assert_flat(made) -> None:
