@@ -371,6 +371,7 @@ def test_two_models_at_once():
                     losses = [loss_of(model, tokens()) for model in pair]
                 (losses[0] * losses[1].detach() + losses[1]).backward()
             assert_equal(grads(pair), expected)
+            engine.synchronize()
             assert first.num_host_buffers == second.num_host_buffers == 0
             continue
         (losses[0] * losses[1].detach() + losses[1]).backward()

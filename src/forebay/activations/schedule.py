@@ -73,7 +73,7 @@ class Schedule:
         self._num_in_flight = num_in_flight
         self._num_prefetched = num_prefetched
         self._next_number = 0
-        self._in_flight: deque[tuple[weakref.ref[Pass], Event]] = deque()
+        self._in_flight: deque[tuple[weakref.ref[Pass], Event | None]] = deque()
         self._live: dict[int, weakref.ref[Pass]] = {}
         # Of the step that began with pass `_first`: a step lasts until no graph is left.
         self._first = 0
@@ -101,13 +101,15 @@ class Schedule:
     def end(self, done: Pass) -> None:
         """Note that the forward of a pass is over; the compute lane waits for the copies of an earlier one."""
         saved = done.saved()
-        if saved:
-            # Weak, and the event alone: what is in flight when a step ends must not outlive its graph.
-            self._in_flight.append((weakref.ref(done), saved[0][1].down))
+        # Weak, and the event alone: what is in flight when a step ends must not outlive its graph. A pass that saves
+        # nothing counts too, so that the copies of the one before it are over when it is.
+        self._in_flight.append((weakref.ref(done), saved[0][1].down if saved else None))
         while len(self._in_flight) > self._num_in_flight:
             self._settle(*self._in_flight.popleft())
 
-    def _settle(self, ref: weakref.ref[Pass], down: Event) -> None:
+    def _settle(self, ref: weakref.ref[Pass], down: Event | None) -> None:
+        if down is None:
+            return
         # Without this wait the Python thread, far ahead of the device, would allocate the activations of all layers
         # before the first has left: memory is free only for work that comes after the copy.
         self._engine.wait(Lane.COMPUTE, down)
