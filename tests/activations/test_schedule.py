@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 
 import pytest
@@ -124,9 +125,16 @@ def test_kept_layers_start_the_prefetch(loads):
 
 
 def test_window_bounds_what_is_in_flight():
-    """With seed 0 nothing runs unless it is waited for: all but the last layers' originals must be gone."""
-    for in_flight in range(3):
-        made = offload([Wide() for _ in range(6)], ["offload"] * 6, num_layers_in_flight=in_flight)
+    """With seed 0 nothing runs unless it is waited for: the copies of all but the last layers must have run."""
+    shared = torch.ones(7, requires_grad=True) * 2.0
+
+    class SharedLast(Wide):
+        def forward(self, hidden):
+            hidden = super().forward(hidden)
+            return hidden + (shared * shared).sum()  # the last that is saved was copied long ago
+
+    for kind, in_flight in itertools.product([Wide, SharedLast], range(3)):
+        made = offload([kind() for _ in range(6)], ["offload"] * 6, num_layers_in_flight=in_flight)
         with made:
             loss = forward(made, 0)
         lane = made.engine._queues

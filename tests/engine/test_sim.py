@@ -220,3 +220,13 @@ def test_ledger_follows_buffers_that_are_dropped():
     assert engine.ledger.num_bytes(purpose="staging") == 16
     del buffer
     assert engine.ledger.num_bytes(purpose="staging") == 0
+
+
+def test_a_copy_into_fresh_device_memory_waits_for_the_allocation(engine):
+    """Kernels enqueued before it may still use the memory that the caching allocator hands out."""
+    host = engine.empty_host(4 * NUM_ELEMENTS, "weights")
+    device = engine.empty_device(4 * NUM_ELEMENTS, "weights")
+    with pytest.raises(RaceError, match="allocation of weights"):
+        engine.copy(Lane.UP, floats(device), floats(host))
+    engine.wait(Lane.UP, engine.record(Lane.COMPUTE))
+    engine.copy(Lane.UP, floats(device), floats(host))

@@ -73,6 +73,7 @@ class RangeStore:
         self.engine = engine
         self.pool = HostPool(lambda num_bytes: _PoolSlab(engine, num_bytes), slab_bytes=slab_bytes)
         self._ranges: dict[int, list[weakref.ref[Range]]] = {}
+        self._num_ranges = 0
 
     def save(self, tensor: torch.Tensor, span: tuple[int, int]) -> Range:
         """Return the range that holds ``tensor``; its copy down is enqueued if it is new.
@@ -93,7 +94,8 @@ class RangeStore:
             begin, end = 0, storage.nbytes()
         else:
             begin -= begin % _ALIGNMENT_BYTES
-        new = Range(self, tensor, storage, begin, end)
+        new = Range(self, self._num_ranges, tensor, storage, begin, end)
+        self._num_ranges += 1
         self._ranges[storage._cdata] = [weakref.ref(found) for found in [*known, new]]
         return new
 
@@ -121,15 +123,23 @@ class Range:
     """Bytes of one storage, on the host; made by :meth:`RangeStore.save`.
 
     Attributes:
+        number: counts up, as copies down do.
         begin: first byte in the storage.
         end: the one after the last byte.
         down: passes when the bytes are on the host.
     """
 
     def __init__(
-        self, store: RangeStore, tensor: torch.Tensor, storage: torch.UntypedStorage, begin: int, end: int
+        self,
+        store: RangeStore,
+        number: int,
+        tensor: torch.Tensor,
+        storage: torch.UntypedStorage,
+        begin: int,
+        end: int,
     ) -> None:
         engine = store.engine
+        self.number = number
         self.begin = begin
         self.end = end
         self._store = store

@@ -100,10 +100,10 @@ class Schedule:
 
     def end(self, done: Pass) -> None:
         """Note that the forward of a pass is over; the compute lane waits for the copies of an earlier one."""
-        saved = done.saved()
+        newest = max((saved for _, saved in done.saved()), key=lambda saved: saved.number, default=None)
         # Weak, and the event alone: what is in flight when a step ends must not outlive its graph. A pass that saves
         # nothing counts too, so that the copies of the one before it are over when it is.
-        self._in_flight.append((weakref.ref(done), saved[0][1].down if saved else None))
+        self._in_flight.append((weakref.ref(done), None if newest is None else newest.down))
         while len(self._in_flight) > self._num_in_flight:
             self._settle(*self._in_flight.popleft())
 

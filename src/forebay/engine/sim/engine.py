@@ -281,6 +281,10 @@ class _SimBuffer(Buffer):
         self._key = self.tensor.untyped_storage()._cdata
         if tier is not Tier.DEVICE:
             engine._host_storages.add(self._key)
+        elif engine._checked:
+            # The allocator may hand out what kernels enqueued earlier still use: a side lane that touches it first
+            # must come after them.
+            engine._order(Lane.COMPUTE, f"allocation of {purpose}", (), [self.tensor])
         engine.ledger.add(tier, purpose, num_bytes)
         self._unaccount = weakref.finalize(self, engine.ledger.remove, tier, purpose, num_bytes)
 
