@@ -14,24 +14,10 @@ from forebay.activations.schedule import Pass, Schedule, Slot
 logger = logging.getLogger("forebay")
 
 
-class KeptTensor:
-    """A packed tensor that stays where it is.
-
-    Autograd leaves the check for in-place changes to whoever packs, so it is made here too.
-    """
-
-    __slots__ = ("_path", "_tensor", "_version")
-
-    def __init__(self, tensor: torch.Tensor, path: str) -> None:
-        self._tensor = tensor
-        self._version: int = tensor._version
-        self._path = path
-
-    def unpack(self) -> torch.Tensor:
-        """Return the tensor; RuntimeError if it was changed in place."""
-        if self._tensor._version != self._version:
-            raise _changed(self._tensor.dtype, self._tensor.size(), self._tensor._version, self._version, self._path)
-        return self._tensor
+# A packed tensor that stays where it is: itself, its version, and the path of the layer that saved it. Autograd leaves
+# the check for in-place changes to whoever packs. A tuple, because most of what a layer saves may be tiny, and the time
+# that each takes counts.
+Kept = tuple[torch.Tensor, int, str]
 
 
 class OffloadedTensor:
@@ -72,9 +58,14 @@ class OffloadedTensor:
             return witness.give_version_to(view_of(data, self._dtype, self._size, self._stride, self._start_bytes))
 
 
-def unpack(handle: KeptTensor | OffloadedTensor) -> torch.Tensor:
-    """Return the tensor that ``handle`` stands for."""
-    return handle.unpack()
+def unpack(handle: Kept | OffloadedTensor) -> torch.Tensor:
+    """Return the tensor that ``handle`` stands for; RuntimeError if it was changed in place since it was packed."""
+    if isinstance(handle, OffloadedTensor):
+        return handle.unpack()
+    tensor, version, path = handle
+    if tensor._version != version:
+        raise _changed(tensor.dtype, tensor.size(), tensor._version, version, path)
+    return tensor
 
 
 @dataclasses.dataclass
@@ -85,13 +76,14 @@ class Rules:
         device: whose tensors.
         min_elements: fewer stay.
         fraction: of each layer's bytes that may leave.
-        parameters: storages of parameters and buffers that never move, by their address.
+        root: module whose parameters and buffers never move.
     """
 
     device: torch.device
     min_elements: int
     fraction: float
-    parameters: set[int]
+    root: torch.nn.Module
+    parameters: set[int] | None = None  # addresses of their storages, looked up when first asked for
     said: set[type] = dataclasses.field(default_factory=set)
 
     def span_to_offload(self, tensor: torch.Tensor) -> tuple[int, int] | None:
@@ -100,7 +92,7 @@ class Rules:
             if type(tensor) is not torch.nn.Parameter:
                 self._say(type(tensor))
             return None
-        if tensor.device != self.device or tensor.layout is not torch.strided or tensor.numel() == 0:
+        if tensor.device != self.device or tensor.layout is not torch.strided:
             return None
         # Lazy conjugation, negation and zeros are not in the bytes.
         if tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor():
@@ -109,6 +101,12 @@ class Rules:
         if end - begin < self.min_elements * tensor.element_size():
             return None
         return begin, end
+
+    def is_parameter(self, storage: int) -> bool:
+        """Return whether a parameter or buffer is in the storage at that address."""
+        if self.parameters is None:
+            self.parameters = resident_storages(self.root)
+        return storage in self.parameters
 
     def _say(self, kind: type) -> None:
         tracing = torch.compiler.is_compiling() or kind.__module__.startswith("torch._subclasses")
@@ -140,6 +138,7 @@ class Packer:
         self._layer = layer
         self._path = path
         self._rules = rules
+        self._min_elements = rules.min_elements
         self._store = store
         self._schedule = schedule
         self._parameters: set[int] | None = None
@@ -147,21 +146,26 @@ class Packer:
         self._seen_bytes = 0
         self._offloaded_bytes = 0
 
-    def pack(self, tensor: torch.Tensor) -> KeptTensor | OffloadedTensor:
-        """Return the handle that autograd keeps instead of ``tensor``."""
+    def pack(self, tensor: torch.Tensor) -> Kept | OffloadedTensor:
+        """Return what autograd keeps instead of ``tensor``."""
+        if tensor.numel() < self._min_elements:
+            return tensor, tensor._version, self._path
+        return self._offload(tensor) or (tensor, tensor._version, self._path)
+
+    def _offload(self, tensor: torch.Tensor) -> OffloadedTensor | None:
         span = self._rules.span_to_offload(tensor)
         if span is None or self._is_parameter(tensor):
-            return KeptTensor(tensor, self._path)
+            return None
         slot = Slot(self._owner.layer, self._num_candidates, tensor.dtype, tensor.dim())
         self._num_candidates += 1
         num_bytes = span[1] - span[0]
         self._seen_bytes += num_bytes
         if self._offloaded_bytes + num_bytes > self._rules.fraction * self._seen_bytes:
-            return KeptTensor(tensor, self._path)
+            return None
         # On a stream that the layer has switched to, dropping the original is not safe: its memory may belong to the
         # stream before, which does not wait for this one.
         if self._owner.stream != self._store.engine.compute_stream() or self._schedule.frees_nothing(slot):
-            return KeptTensor(tensor, self._path)
+            return None
         self._offloaded_bytes += num_bytes
         saved = self._store.save(tensor, span)
         self._owner.add(slot, saved)
@@ -172,7 +176,7 @@ class Packer:
             # Now and not before: FSDP puts the gathered parameters in place just before a layer's forward.
             self._parameters = resident_storages(self._layer)
         key = tensor.untyped_storage()._cdata
-        return key in self._parameters or key in self._rules.parameters
+        return key in self._parameters or self._rules.is_parameter(key)
 
 
 def resident_storages(module: torch.nn.Module) -> set[int]:

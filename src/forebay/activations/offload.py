@@ -12,7 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
-from forebay.activations.handles import Packer, Rules, resident_storages, unpack
+from forebay.activations.handles import Packer, Rules, unpack
 from forebay.activations.layers import find_layers
 from forebay.activations.policy import Choice, Policy, resolve
 from forebay.activations.ranges import RangeStore
@@ -103,8 +103,7 @@ def offload_activations(
 class ActivationOffload:
     """What :func:`offload_activations` returns: a context manager, and a callable that runs the model inside it.
 
-    It is entered and left any number of times, and may be nested in itself. Entering costs about what one walk over
-    the model's modules costs.
+    It is entered and left any number of times, and may be nested in itself.
 
     Attributes:
         layers: the layers by module path.
@@ -130,14 +129,14 @@ class ActivationOffload:
         self.engine = engine
         self._root = root
         self._layers = list(layers.items())
-        self._rules = Rules(engine.device, min_elements, fraction, set())
+        self._rules = Rules(engine.device, min_elements, fraction, root)
         self._store = RangeStore(engine, slab_bytes=slab_bytes)
         self._schedule = Schedule(engine, self._store, num_in_flight=num_in_flight, num_prefetched=num_prefetched)
         self._depth = 0
 
     def __enter__(self) -> ActivationOffload:
         if self._depth == 0:
-            self._rules.parameters = resident_storages(self._root)
+            self._rules.parameters = None  # they may have been replaced
             for index in range(len(self._layers)):
                 self._intercept(index)
         self._depth += 1

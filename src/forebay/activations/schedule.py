@@ -52,6 +52,11 @@ class Pass:
         """Remember that a tensor of this pass is in ``saved``."""
         self._saved.append((slot, weakref.ref(saved)))
 
+    @property
+    def has_saved(self) -> bool:
+        """Whether anything of it was offloaded."""
+        return bool(self._saved)
+
     def saved(self) -> list[tuple[Slot, Range]]:
         """Return what is left of what was saved, in the order of backward: the last first."""
         return [(slot, found) for slot, ref in reversed(self._saved) if (found := ref()) is not None]
@@ -75,7 +80,7 @@ class Schedule:
         self._next_number = 0
         self._in_flight: deque[tuple[weakref.ref[Pass], Event | None]] = deque()
         self._live: dict[int, weakref.ref[Pass]] = {}
-        # Of the step that began with pass `_first`: a step lasts until no graph is left.
+        # Of the step that began with pass `_first`: a step lasts until nothing that it has offloaded is left.
         self._first = 0
         self._reached: dict[int, tuple[int, int]] = {}
         self._order: list[tuple[int, int]] = []  # (number in the step, layer), as backward reached them last time
@@ -94,12 +99,12 @@ class Schedule:
             self._begin_step()
         number = self._next_number
         self._next_number += 1
-        new = Pass(number, layer, self._engine.compute_stream())
-        self._live[number] = weakref.ref(new)
-        return new
+        return Pass(number, layer, self._engine.compute_stream())
 
     def end(self, done: Pass) -> None:
         """Note that the forward of a pass is over; the compute lane waits for the copies of an earlier one."""
+        if done.has_saved:
+            self._live[done.number] = weakref.ref(done)
         newest = max((saved for _, saved in done.saved()), key=lambda saved: saved.number, default=None)
         # Weak, and the event alone: what is in flight when a step ends must not outlive its graph. A pass that saves
         # nothing counts too, so that the copies of the one before it are over when it is.
@@ -149,7 +154,7 @@ class Schedule:
                 return
             ref = self._live.get(candidate)
             found = None if ref is None or candidate in self._reached else ref()
-            if found is not None and found.saved():
+            if found is not None:
                 num_left -= 1
                 yield found
 
