@@ -31,13 +31,15 @@ Extra = Callable[[], dict[str, Any]]
 
 
 def forebay(model: torch.nn.Module, policy: Any, **options: Any) -> tuple[Inside, Extra]:
-    """Offload or recompute by ``policy``: a name, or pairs of a choice and a number of layers."""
+    """Offload or recompute by ``policy``: a name, or how many layers have each choice, spread evenly."""
     from forebay import offload_activations
+    from forebay.activations import Policy
 
     if "min_elements" in options:
         options["min_offloaded_tensor_size"] = options.pop("min_elements")
-    choices = policy if isinstance(policy, str) else [choice for choice, number in policy for _ in range(number)]
-    made = offload_activations(model, choices, **options)
+    if not isinstance(policy, str):
+        policy = Policy.interleaved(policy, NUM_LAYERS)
+    made = offload_activations(model, policy, **options)
 
     def extra() -> dict[str, Any]:
         traffic = made.engine.traffic()
@@ -105,14 +107,22 @@ SYSTEMS: dict[str, Callable[..., tuple[Inside, Extra | None]]] = {
 def configurations() -> list[dict[str, Any]]:
     """Return what is compared, in the order it is run: peers, then the frontier from much memory to little."""
     peers: list[dict[str, Any]] = [{"system": name} for name in SYSTEMS if name != "forebay"]
-    last = NUM_LAYERS - 1
-    policies: list[Any] = [[["offload", number], ["keep", NUM_LAYERS - number]] for number in (4, 8, 12, last)]
-    # A layer's forward again hides the copies of others: some of both is faster than all of one.
-    policies += [
-        [["recompute_offloaded_input", number], ["offload", last - number], ["keep", 1]] for number in (4, 8, 11)
+    # A layer's copy takes about as long as the forward of three layers, and there is more of everything in flight
+    # when copies are spread: the windows are part of the frontier.
+    ours: list[dict[str, Any]] = [
+        {"policy": {"offload": 2}, "num_layers_in_flight": 3},
+        {"policy": {"offload": 4}, "num_layers_in_flight": 3},
+        {"policy": {"offload": 6}, "num_layers_in_flight": 2},
+        {"policy": {"offload": 4, "recompute_offloaded_input": 4}, "num_layers_in_flight": 3},
+        {"policy": {"offload": 4, "recompute_offloaded_input": 8}, "num_layers_in_flight": 3},
+        {"policy": {"offload": 4, "recompute_offloaded_input": 11}, "num_layers_in_flight": 3},
+        {"policy": {"offload": 2, "recompute_offloaded_input": 13}, "num_layers_in_flight": 3},
+        {"policy": "recompute"},
+        {"policy": "recompute_offloaded_input"},
+        {"policy": {"recompute_offloaded_input": 16}},
+        {"policy": "offload"},
     ]
-    policies += ["recompute", "recompute_offloaded_input"]
-    return [*peers, *({"system": "forebay", "policy": policy} for policy in policies)]
+    return [*peers, *({"system": "forebay"} | spec for spec in ours)]
 
 
 def run_one(spec: dict[str, Any]) -> dict[str, Any]:

@@ -35,6 +35,23 @@ def test_uniform():
     assert hash(policy) == hash(Policy(["offload"] * 3 + ["keep"]))
 
 
+def test_interleaved():
+    names = [choice.value for choice in Policy.interleaved({"offload": 2, "recompute": 4}, 9).choices]
+    assert names[-1] == "keep"
+    assert [names.count(name) for name in ("offload", "recompute", "keep")] == [2, 4, 3]
+    first, second = (index for index, name in enumerate(names) if name == "offload")
+    assert second - first == 4
+    for num_layers in range(1, 20):
+        for num_offloaded in range(num_layers + 1):
+            policy = Policy.interleaved({"offload": num_offloaded}, num_layers)
+            assert policy.count(Choice.OFFLOAD) == num_offloaded
+            assert len(policy.choices) == num_layers
+    assert Policy.interleaved({"keep": 1, "offload": 1}, 2).choices == (Choice.OFFLOAD, Choice.KEEP)
+    for counts in ({"offload": 3}, {"offload": -1}):
+        with pytest.raises(ValueError, match=r"must not be negative, and not be more than the 2 layers"):
+            Policy.interleaved(counts, 2)
+
+
 def test_resolve():
     assert resolve("offload", 3) == Policy.uniform("offload", 3)
     assert resolve(Choice.RECOMPUTE, 3) == Policy.uniform("recompute", 3)

@@ -94,8 +94,8 @@ class Rules:
             return None
         if tensor.device != self.device or tensor.layout is not torch.strided:
             return None
-        # Lazy conjugation, negation and zeros are not in the bytes.
-        if tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor():
+        # Lazy conjugation, negation and zeros are not in the bytes, and scales of quantization neither.
+        if tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor() or tensor.is_quantized:
             return None
         begin, end = byte_span(tensor)
         if end - begin < self.min_elements * tensor.element_size():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 
 class Choice(str, enum.Enum):
@@ -60,6 +60,38 @@ class Policy:
             raise ValueError(f"num_layers={num_layers} and num_kept={num_kept} must not be negative")
         num_kept = min(num_kept, num_layers)
         return cls([choice] * (num_layers - num_kept) + [Choice.KEEP] * num_kept)
+
+    @classmethod
+    def interleaved(cls, counts: Mapping[Choice | str, int], num_layers: int) -> Policy:
+        """Return a policy that spreads each choice evenly over the layers; the last keeps, if any does.
+
+        The link to the host is idle while a layer that keeps or recomputes runs. Evenly spread, the copies of an
+        offloaded layer have the time of the layers up to the next one (with ``num_layers_in_flight`` that large).
+
+        Args:
+            counts: how many layers have each choice; the rest keep.
+            num_layers: of the model.
+
+        Raises:
+            ValueError: for a name that is no choice, a negative number, or more choices than layers.
+        """
+        wanted = {_choice(name): number for name, number in counts.items()}
+        num_chosen = sum(wanted.values())
+        if min(wanted.values(), default=0) < 0 or num_chosen > num_layers:
+            raise ValueError(
+                f"the numbers of layers in {dict(counts)} must not be negative, and not be more than the {num_layers} "
+                "layers of the model"
+            )
+        wanted[Choice.KEEP] = wanted.get(Choice.KEEP, 0) + num_layers - num_chosen
+        last = [Choice.KEEP] if wanted[Choice.KEEP] else []
+        wanted[Choice.KEEP] -= len(last)
+        num_spread = num_layers - len(last)
+        chosen: list[Choice] = []
+        for position in range(1, num_spread + 1):
+            # How far each choice lags behind its share so far; where it is the same, the one that was given first.
+            lag = {choice: number * position - chosen.count(choice) * num_spread for choice, number in wanted.items()}
+            chosen.append(max(wanted, key=lag.__getitem__))
+        return cls(chosen + last)
 
     def count(self, choice: Choice) -> int:
         """Return how many layers have ``choice``."""
