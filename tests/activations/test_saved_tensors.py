@@ -153,6 +153,21 @@ def test_bytes_are_copied_once():
     del hidden
 
 
+def test_parts_of_one_projection_share_a_copy():
+    def forward(x, w):
+        query, key, value = (x @ torch.cat([w, w, w]).T).chunk(3, dim=-1)
+        return Doubled.apply(Doubled.apply(query, key, value), key)[:, :1] * 1.0 + x
+
+    made = offload([Layer(forward)], ["offload"])
+    start = hidden_state()
+    with made:
+        output = made.layers["0"](start)
+    state_bytes, weight_bytes, product_bytes, result_bytes = 6 * 8 * 4, 18 * 8 * 4, 6 * 18 * 4, 6 * 6 * 4
+    expected = state_bytes + weight_bytes + product_bytes + result_bytes
+    assert made.engine.traffic().down_bytes == expected
+    output.sum().backward()
+
+
 def test_a_tensor_saved_again_after_a_change_is_copied_again():
     def forward(x, w):
         scaled = x * w
@@ -257,6 +272,23 @@ def test_parameters_and_buffers_stay():
     # What Doubled was called with twice: the input of the layer, and its own first result.
     assert made.engine.traffic().down_bytes == 2 * start.nbytes
     output.sum().backward()
+
+
+def test_parameters_put_in_place_just_before_forward_stay():
+    """As FSDP does with the parameters that it has gathered."""
+
+    def gather(module, args):
+        module.weight = nn.Parameter(module.weight.detach().clone())
+
+    model = layers(lambda x, w: Doubled.apply(x, w[:]))
+    made = offload(model, ["offload"] * 3)
+    with made:
+        hidden = start = hidden_state()
+        for layer in model:
+            layer.register_forward_pre_hook(gather)
+            hidden = layer(hidden)
+    assert made.engine.traffic().down_bytes == 3 * start.nbytes
+    hidden.sum().backward()
 
 
 def test_parameters_inside_a_subclass_are_known():
