@@ -9,8 +9,10 @@ import random
 
 import pytest
 import torch
+import torch.distributed as dist
 from activation_helpers import MIXED, SEEDS, Block, assert_equal, build, check, grads, loss_of, offload, tokens
 from torch import nn
+from torch.distributed import pipelining
 from torch.utils.checkpoint import checkpoint
 
 from forebay.activations import Choice, Policy
@@ -139,6 +141,32 @@ def test_one_forward_one_backward():
         return grads(model)
 
     check(build(2), step, ["offload", "offload"])
+
+
+@pytest.fixture
+def single_rank():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("schedule", [pipelining.ScheduleGPipe, pipelining.Schedule1F1B])
+def test_schedules_of_pipelining(schedule, single_rank):
+    """torch's own, on the stage of a single rank."""
+    batch = torch.randn(8, 5, 16, generator=torch.Generator().manual_seed(5))
+
+    def step(model, inside):
+        stage = pipelining.PipelineStage(
+            model, 0, 1, torch.device("cpu"), input_args=(batch[:2],), output_args=(batch[:2],)
+        )
+        pipeline = schedule(stage, 4, loss_fn=lambda output, target: (output - target).square().mean())
+        with inside():
+            for _ in range(2):
+                pipeline.step(batch, target=torch.zeros_like(batch))
+        return grads(model)
+
+    layers = nn.Sequential(*(Block() for _ in range(3)))
+    check(layers, step, ["offload"] * 3, seeds=FEW_SEEDS, layers="*")
 
 
 def test_retained_graph():

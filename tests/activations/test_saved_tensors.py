@@ -165,7 +165,10 @@ def test_parts_of_one_projection_share_a_copy():
     state_bytes, weight_bytes, product_bytes, result_bytes = 6 * 8 * 4, 18 * 8 * 4, 6 * 18 * 4, 6 * 6 * 4
     expected = state_bytes + weight_bytes + product_bytes + result_bytes
     assert made.engine.traffic().down_bytes == expected
+    made.engine.synchronize()
     output.sum().backward()
+    # Up too, but for the input, which is still there.
+    assert made.engine.traffic().up_bytes == weight_bytes + product_bytes + result_bytes
 
 
 def test_a_tensor_saved_again_after_a_change_is_copied_again():

@@ -117,6 +117,8 @@ def assert_flat(made) -> None:
     """Nothing of a step is left: no buffer lent, nothing on the device, and no slab beyond the pool's."""
     made.engine.synchronize()
     assert made.num_host_buffers == 0
+    traffic = made.engine.traffic()
+    assert traffic.up_bytes <= traffic.down_bytes, "something came back twice"
     assert made.engine.ledger.num_bytes("device") == 0
     made.trim()
     assert made.engine.ledger.num_bytes() == 0

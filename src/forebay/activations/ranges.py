@@ -107,7 +107,8 @@ class RangeStore:
 
     def load(self, ranges: Iterable[Range]) -> None:
         """Enqueue the copies up of those ``ranges`` that are not on the device."""
-        missing = [found for found in ranges if not found.on_device]
+        # Each once, though several views may have been saved of it.
+        missing = [found for found in dict.fromkeys(ranges) if not found.on_device]
         if not missing:
             return
         for found in missing:
