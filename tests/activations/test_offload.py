@@ -204,8 +204,11 @@ def test_policy_replaced_between_steps():
     model = build(5)
     expected = run_apart(model, step)
     made = offload(model, "keep")
-    for policy in (Policy(MIXED), Policy.uniform("recompute", 5), Policy.uniform("offload", 5)):
+    with pytest.raises(ValueError, match="the policy has 1 choices and the model 5 layers"):
+        made.policy = ["keep"]
+    for policy in (MIXED, "recompute", Policy.uniform("offload", 5)):
         made.policy = policy
+        assert len(made.policy.choices) == 5
         model.zero_grad()
         torch.manual_seed(1)
         assert_equal(step(model, lambda: made), expected)

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from forebay.activations.handles import Packer, Rules, unpack
 from forebay.activations.layers import find_layers
-from forebay.activations.policy import Choice, Policy, resolve
+from forebay.activations.policy import Choice, Policy, PolicyLike, resolve
 from forebay.activations.ranges import RangeStore
 from forebay.activations.schedule import Pass, Schedule
 from forebay.engine import Engine, get_engine
@@ -24,7 +24,7 @@ Call = Callable[..., Any]
 
 def offload_activations(
     model_or_layers: nn.Module | Sequence[nn.Module],
-    policy: Policy | Choice | str | Sequence[Choice | str] = Choice.OFFLOAD,
+    policy: PolicyLike = Choice.OFFLOAD,
     *,
     layers: str | Sequence[str] | None = None,
     min_offloaded_tensor_size: int = 1024 * 1024,
@@ -107,7 +107,6 @@ class ActivationOffload:
 
     Attributes:
         layers: the layers by module path.
-        policy: a choice for each of them. May be replaced between forwards by one of the same length.
         engine: that copies.
     """
 
@@ -125,7 +124,7 @@ class ActivationOffload:
         slab_bytes: int,
     ) -> None:
         self.layers = layers
-        self.policy = policy
+        self._policy = policy
         self.engine = engine
         self._root = root
         self._layers = list(layers.items())
@@ -156,6 +155,18 @@ class ActivationOffload:
             )
         with self:
             return self._root(*args, **kwargs)
+
+    @property
+    def policy(self) -> Policy:
+        """A choice for each layer; it may be replaced between two forwards.
+
+        Raises ValueError for a policy that does not fit the layers.
+        """
+        return self._policy
+
+    @policy.setter
+    def policy(self, policy: PolicyLike) -> None:
+        self._policy = resolve(policy, len(self._layers))
 
     @property
     def num_pinned_allocations(self) -> int:
@@ -197,7 +208,7 @@ class ActivationOffload:
             return call(*args, **kwargs)
         this = self._schedule.begin(index)
         try:
-            output = self._forward(this, self.policy.choices[index], call, args, kwargs)
+            output = self._forward(this, self._policy.choices[index], call, args, kwargs)
         finally:
             self._schedule.end(this)
         for tensor in _tensors(output):

@@ -98,7 +98,11 @@ class Policy:
         return self.choices.count(choice)
 
 
-def resolve(policy: Policy | Choice | str | Sequence[Choice | str], num_layers: int) -> Policy:
+PolicyLike = Policy | Choice | str | Sequence[Choice | str]
+"""What is taken for a policy: one, its choices, or one choice for all layers but the last."""
+
+
+def resolve(policy: PolicyLike, num_layers: int) -> Policy:
     """Return ``policy`` as a :class:`Policy` for ``num_layers``; one choice is meant for all but the last layer.
 
     Raises:
