@@ -251,7 +251,23 @@ def test_each_layer_compiled(how, policy):
         assert model.layers[0].__dict__["_compiled_call_impl"] is not None
 
 
-def test_block_is_what_transformers_checkpoints():
+@pytest.mark.parametrize("how", ["method", "function"])
+def test_a_model_compiled_as_a_whole_is_refused(how):
+    model = build(2)
+    model.head.compile(backend="aot_eager")  # beside the layers, which is fine
+    with offload(model):
+        pass
+    if how == "method":
+        model.compile(backend="aot_eager")
+    else:
+        model = torch.compile(model, backend="aot_eager")
+    made = offload(model)
+    with pytest.raises(ValueError, match=r"the model is compiled as a whole: .* Compile each layer instead"), made:
+        pass
+    assert not any("_compiled_call_impl" in layer.__dict__ for layer in model.layers)
+
+
+def test_gradient_checkpointing_of_transformers():
     """Gradient checkpointing of `transformers` around layers that are offloaded: its recomputation stays."""
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(

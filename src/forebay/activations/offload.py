@@ -128,6 +128,8 @@ class ActivationOffload:
         self.engine = engine
         self._root = root
         self._layers = list(layers.items())
+        words = [path.split(".") for path in layers]
+        self._parents = sorted({".".join(path[:num]) for path in words for num in range(len(path))})
         self._rules = Rules(engine.device, min_elements, fraction, root)
         self._store = RangeStore(engine, slab_bytes=slab_bytes)
         self._schedule = Schedule(engine, self._store, num_in_flight=num_in_flight, num_prefetched=num_prefetched)
@@ -135,6 +137,7 @@ class ActivationOffload:
 
     def __enter__(self) -> ActivationOffload:
         if self._depth == 0:
+            self._refuse_compiled_parents()
             self._rules.parameters = None  # they may have been replaced
             for index in range(len(self._layers)):
                 self._intercept(index)
@@ -184,6 +187,17 @@ class ActivationOffload:
         return self._store.pool.trim()
 
     # Layers
+
+    def _refuse_compiled_parents(self) -> None:
+        for path in self._parents:
+            module = self._root.get_submodule(path)
+            by_method = module.__dict__.get(_ATTRIBUTE)
+            compiled = by_method is not None and not isinstance(by_method, _Interception)
+            if compiled or "dynamo_ctx" in module.__dict__:
+                raise ValueError(
+                    f"{path or 'the model'} is compiled as a whole: its layers run as part of it, never called, so "
+                    "nothing would be offloaded. Compile each layer instead (layer.compile())"
+                )
 
     def _intercept(self, index: int) -> None:
         path, layer = self._layers[index]
