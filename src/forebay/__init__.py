@@ -15,11 +15,21 @@ _PUBLIC = {
     "Lion": "forebay.optim.momentum",
     "OffloadedOptimizer": "forebay.optim.offloaded",
     "SGD": "forebay.optim.momentum",
+    "offload_activations": "forebay.activations.offload",
     "plan_memory": "forebay.optim.options",
 }
 
 __version__ = "0.1.0"
-__all__ = ["SGD", "AdamW", "HybridDeviceOptimizer", "Lion", "OffloadedOptimizer", "__version__", "plan_memory"]
+__all__ = [
+    "SGD",
+    "AdamW",
+    "HybridDeviceOptimizer",
+    "Lion",
+    "OffloadedOptimizer",
+    "__version__",
+    "offload_activations",
+    "plan_memory",
+]
 
 
 def __getattr__(name: str) -> Any:

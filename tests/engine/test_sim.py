@@ -323,3 +323,13 @@ class TestCapture:
         for _ in range(2):
             graph.replay()
             assert seen.isnan().all()
+
+
+def test_a_copy_into_fresh_device_memory_waits_for_the_allocation(engine):
+    """Kernels enqueued before it may still use the memory that the caching allocator hands out."""
+    host = engine.empty_host(4 * NUM_ELEMENTS, "weights")
+    device = engine.empty_device(4 * NUM_ELEMENTS, "weights")
+    with pytest.raises(RaceError, match="allocation of weights"):
+        engine.copy(Lane.UP, floats(device), floats(host))
+    engine.wait(Lane.UP, engine.record(Lane.COMPUTE))
+    engine.copy(Lane.UP, floats(device), floats(host))

@@ -369,3 +369,23 @@ def test_with_real_slabs():
     del view
     assert registered == {}
     assert ledger.num_bytes() == 0
+
+
+class AwaitedEvent(FakeEvent):
+    def synchronize(self):
+        self.passed = True
+
+
+def test_a_waiting_acquire_blocks_rather_than_grows():
+    pool, sizes = make()
+    events = [AwaitedEvent(), AwaitedEvent()]
+    buffers = [pool.acquire(KIB), pool.acquire(KIB)]
+    addresses = [buffer.tensor.data_ptr() for buffer in buffers]
+    for buffer, event in zip(buffers, events, strict=True):
+        pool.release(buffer, [event])
+    assert pool.acquire(KIB, wait=True).tensor.data_ptr() == addresses[0]
+    assert [event.passed for event in events] == [True, False]  # no longer than it has to
+    assert pool.acquire(KIB).tensor.data_ptr() not in addresses  # without `wait`, a new piece
+    assert pool.acquire(KIB, wait=True).tensor.data_ptr() == addresses[1]
+    assert pool.acquire(2 * KIB, wait=True).num_bytes == 2 * KIB  # nothing of this class to wait for
+    assert len(sizes) == 1

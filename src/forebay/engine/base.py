@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from forebay.host.limits import DEFAULT_SETTING_HINT
+
 if TYPE_CHECKING:
     from forebay.host.ledger import Ledger
 
@@ -238,10 +240,17 @@ class Engine(abc.ABC):
         """Raise :class:`HostTaskError`, naming the task, if a host task that has run by now failed."""
 
     @abc.abstractmethod
-    def empty_host(self, num_bytes: int, purpose: str, *, pinned: bool = True) -> Buffer:
+    def compute_stream(self) -> int:
+        """Return a number that tells the stream that ``COMPUTE`` stands for now from others."""
+
+    @abc.abstractmethod
+    def empty_host(
+        self, num_bytes: int, purpose: str, *, pinned: bool = True, setting_hint: str = DEFAULT_SETTING_HINT
+    ) -> Buffer:
         """Allocate host memory of exactly ``num_bytes``, pinned unless ``pinned`` is False.
 
-        Raises ``forebay.host.HostMemoryError`` before anything is allocated when it cannot fit.
+        Raises ``forebay.host.HostMemoryError`` before anything is allocated when it cannot fit; ``setting_hint``
+        is what it tells the user to do then.
         """
 
     @abc.abstractmethod

@@ -33,6 +33,7 @@ from forebay.engine.base import (
 from forebay.engine.cuda_buffers import CudaDeviceBuffer, CudaHostBuffer
 from forebay.engine.cuda_runtime import DEVICE_TO_HOST, HOST_TO_DEVICE, CudaRuntime, loaded_runtime, sanitizer_is_on
 from forebay.host.ledger import Ledger
+from forebay.host.limits import DEFAULT_SETTING_HINT
 from forebay.host.numa import numa_node_of_pci_device, pci_bus_id
 from forebay.host.slab import HostSlab
 
@@ -392,12 +393,18 @@ class CudaEngine(Engine):
         self._log.check()
         self._log.clear()
 
+    def compute_stream(self) -> int:
+        """See :meth:`Engine.compute_stream`."""
+        return self._current_stream()
+
     # Memory
 
-    def empty_host(self, num_bytes: int, purpose: str, *, pinned: bool = True) -> Buffer:
+    def empty_host(
+        self, num_bytes: int, purpose: str, *, pinned: bool = True, setting_hint: str = DEFAULT_SETTING_HINT
+    ) -> Buffer:
         """See :meth:`Engine.empty_host`."""
         self._refuse_in_capture(f"allocating host memory for {purpose}")
-        return CudaHostBuffer(self, num_bytes, purpose, pinned)
+        return CudaHostBuffer(self, num_bytes, purpose, pinned, setting_hint)
 
     def empty_device(self, num_bytes: int, purpose: str) -> Buffer:
         """See :meth:`Engine.empty_device`."""

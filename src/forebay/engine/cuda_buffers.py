@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 class CudaHostBuffer(Buffer):
     """A slab of host memory."""
 
-    def __init__(self, engine: CudaEngine, num_bytes: int, purpose: str, pinned: bool) -> None:
+    def __init__(self, engine: CudaEngine, num_bytes: int, purpose: str, pinned: bool, setting_hint: str) -> None:
         self._slab = HostSlab(
             num_bytes,
             purpose=purpose,
@@ -27,6 +27,7 @@ class CudaHostBuffer(Buffer):
             unregister=engine.runtime.unregister_host if pinned else None,
             ledger=engine.ledger,
             numa_node=engine.numa_node,
+            setting_hint=setting_hint,
         )
         self.tensor = self._slab.tensor
         self.purpose = purpose

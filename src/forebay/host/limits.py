@@ -15,6 +15,7 @@ from pathlib import Path, PurePosixPath
 
 GIB = 2**30
 BUDGET_VARIABLE = "FOREBAY_HOST_MEMORY_GIB"
+DEFAULT_SETTING_HINT = "lower optimizer.optimizer_offload_fraction"
 _NO_LIMIT = 1 << 60  # cgroup v1 writes a number near 2**63 for "no limit"
 _CAP_IPC_LOCK = 14
 _INITIAL_UID_MAP = ["0", "0", "4294967295"]
@@ -91,7 +92,7 @@ def check_host_memory(
     pinned: bool,
     budget_bytes: int | None = None,
     used_bytes: int = 0,
-    setting_hint: str = "lower optimizer.optimizer_offload_fraction",
+    setting_hint: str = DEFAULT_SETTING_HINT,
     root: Path = Path("/"),
     environment: Mapping[str, str] = os.environ,
 ) -> None:

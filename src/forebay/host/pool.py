@@ -25,6 +25,10 @@ class Passable(Protocol):
         """Return True when all work before it has finished. Never blocks."""
         ...
 
+    def synchronize(self) -> None:
+        """Block until all work before it has finished."""
+        ...
+
 
 class Slab(Protocol):
     """What the pool carves: a :class:`forebay.host.HostSlab` or anything like it."""
@@ -109,8 +113,8 @@ class HostPool:
     most bytes of a class that were out (lent, or waiting for events) at once, summed over the classes. Slabs of
     their own hold at most the P of their classes. A carved slab is added only when less than a quarter is left in
     each of the others, so those hold less than 4/3 of the P of theirs, plus one slab. A workload that repeats adds
-    nothing after its first round, given that its events pass as fast as then; one whose sizes have changed for
-    good should :meth:`trim`.
+    nothing after its first round, given that its events pass as fast as then or that it acquires with ``wait``; one
+    whose sizes have changed for good should :meth:`trim`.
 
     Args:
         allocate: returns a new slab of the given size, or raises; nothing has changed then. Such as
@@ -135,15 +139,21 @@ class HostPool:
         self._free: defaultdict[int, list[_Piece]] = defaultdict(list)
         self._pending: defaultdict[int, list[tuple[_Piece, tuple[Passable, ...]]]] = defaultdict(list)
 
-    def acquire(self, num_bytes: int) -> PooledBuffer:
+    def acquire(self, num_bytes: int, *, wait: bool = False) -> PooledBuffer:
         """Lend ``num_bytes`` (above 0). All events of its last release have passed.
+
+        Args:
+            num_bytes: how much.
+            wait: block on the events of a released buffer of this class rather than carve a new one. What the pool
+                holds then depends only on what is lent, not on how fast events pass. Default False.
 
         Errors: those of ``allocate``.
         """
         class_bytes = size_class_bytes(num_bytes)
         with self._lock:
             self._take_released()
-            piece = self._reuse(class_bytes) or self._carve(class_bytes) or self._recycle(class_bytes)
+            piece = self._reuse(class_bytes) or (self._await(class_bytes) if wait else None)
+            piece = piece or self._carve(class_bytes) or self._recycle(class_bytes)
             if piece is None:
                 dedicated = self._needs_own_slab(class_bytes)
                 size = class_bytes if dedicated else self._slab_bytes
@@ -220,6 +230,15 @@ class HostPool:
             self._poll([class_bytes])
         free = self._free.get(class_bytes)
         return free.pop() if free else None  # the one used last, which the caches may still have
+
+    def _await(self, class_bytes: int) -> _Piece | None:
+        """Block until the piece that has been waiting longest is free; None if none waits."""
+        if not self._pending.get(class_bytes):
+            return None
+        for event in self._pending[class_bytes][0][1]:
+            event.synchronize()
+        self._poll([class_bytes])
+        return self._free[class_bytes].pop()
 
     def _carve(self, class_bytes: int) -> _Piece | None:
         if self._needs_own_slab(class_bytes):

@@ -21,7 +21,7 @@ import numpy
 import torch
 
 from forebay.host.ledger import Ledger, Tier
-from forebay.host.limits import HostMemoryError, check_host_memory, in_gib, in_words
+from forebay.host.limits import DEFAULT_SETTING_HINT, HostMemoryError, check_host_memory, in_gib, in_words
 from forebay.host.numa import threads_per_rank
 
 _HUGE_PAGE_BYTES = 2 * 2**20
@@ -81,7 +81,7 @@ class HostSlab:
         numa_node: int | None = None,
         num_threads: int | None = None,
         budget_bytes: int | None = None,
-        setting_hint: str = "lower optimizer.optimizer_offload_fraction",
+        setting_hint: str = DEFAULT_SETTING_HINT,
     ) -> None:
         assert num_bytes > 0, num_bytes
         assert (register is None) == (unregister is None)

@@ -23,7 +23,7 @@ from forebay.engine.sim.clocks import PYTHON, Clock, Clocks, RaceError, ShadowMe
 from forebay.engine.sim.graph import GraphEvent, GraphLane, SimGraph
 from forebay.engine.sim.watch import WatchMode
 from forebay.host.ledger import Ledger, Tier
-from forebay.host.limits import check_host_memory
+from forebay.host.limits import DEFAULT_SETTING_HINT, check_host_memory
 
 _Queue = Lane | GraphLane
 _QUEUES: tuple[_Queue, ...] = (*SIDE_LANES, *GraphLane)
@@ -224,12 +224,18 @@ class SimEngine(Engine):
         self._log.check()
         self._log.clear()
 
+    def compute_stream(self) -> int:
+        """See :meth:`Engine.compute_stream`; there is one."""
+        return 0
+
     # Memory
 
-    def empty_host(self, num_bytes: int, purpose: str, *, pinned: bool = True) -> Buffer:
+    def empty_host(
+        self, num_bytes: int, purpose: str, *, pinned: bool = True, setting_hint: str = DEFAULT_SETTING_HINT
+    ) -> Buffer:
         """See :meth:`Engine.empty_host`; both kinds are plain CPU memory here."""
         self._refuse_in_capture(f"allocating host memory for {purpose}")
-        check_host_memory(num_bytes, purpose=purpose, pinned=pinned)
+        check_host_memory(num_bytes, purpose=purpose, pinned=pinned, setting_hint=setting_hint)
         return _SimBuffer(self, num_bytes, purpose, Tier.PINNED if pinned else Tier.PAGEABLE)
 
     def empty_device(self, num_bytes: int, purpose: str) -> Buffer:
@@ -347,6 +353,10 @@ class _SimBuffer(Buffer):
         self._key = self.tensor.untyped_storage()._cdata
         if tier is not Tier.DEVICE:
             engine._host_storages.add(self._key)
+        elif engine._checked:
+            # The allocator may hand out what kernels enqueued earlier still use: a side lane that touches it first
+            # must come after them.
+            engine._order(Lane.COMPUTE, f"allocation of {purpose}", (), [self.tensor])
         engine.ledger.add(tier, purpose, num_bytes)
         self._unaccount = weakref.finalize(self, engine.ledger.remove, tier, purpose, num_bytes)
 
