@@ -14,10 +14,11 @@ _PUBLIC = {
     "HybridDeviceOptimizer": "forebay.optim.hybrid",
     "OffloadedOptimizer": "forebay.optim.offloaded",
     "plan_memory": "forebay.optim.options",
+    "trace": "forebay.report.trace",
 }
 
 __version__ = "0.1.0"
-__all__ = ["AdamW", "HybridDeviceOptimizer", "OffloadedOptimizer", "__version__", "plan_memory"]
+__all__ = ["AdamW", "HybridDeviceOptimizer", "OffloadedOptimizer", "__version__", "plan_memory", "trace"]
 
 
 def __getattr__(name: str) -> Any:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from forebay.engine.base import SIDE_LANES, Buffer, Engine, Event, HostTask, Lane, TaskLog, Traffic
+from forebay.engine.observe import Span
 from forebay.host.ledger import Ledger, Tier
 from forebay.host.numa import numa_node_of_pci_device
 from forebay.host.slab import HostSlab
@@ -255,6 +256,27 @@ class CudaEngine(Engine):
         peak_bytes = torch.cuda.max_memory_allocated(self.device)
         torch.cuda.reset_peak_memory_stats(self.device)
         return peak_bytes
+
+    # Observation
+
+    def begin_span(self, span: Span) -> None:
+        """See :meth:`Engine.begin_span`."""
+        span.begin = self._timestamp(span.lane)
+
+    def end_span(self, span: Span) -> None:
+        """See :meth:`Engine.end_span`."""
+        span.end = self._timestamp(span.lane)
+
+    def _timestamp(self, lane: Lane) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(self._stream(lane))
+        return event
+
+    def elapsed_ms(self, begin: Any, end: Any) -> float:
+        """See :meth:`Engine.elapsed_ms`."""
+        return begin.elapsed_time(end)
+
+    # Inside
 
     def _retire(self, after: Sequence[Event], kept_alive: object) -> None:
         self._retired.append((after, kept_alive))
