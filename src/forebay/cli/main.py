@@ -8,10 +8,10 @@ import sys
 from collections.abc import Sequence
 
 import forebay
-from forebay.cli import config, recipes, trace, train
+from forebay.cli import config, recipes, trace, train, verify
 
 DEBUG_VARIABLE = "FOREBAY_DEBUG"
-_VERBS = {"train": train, "trace": trace, "config": config, "recipes": recipes}
+_VERBS = {"train": train, "verify": verify, "trace": trace, "config": config, "recipes": recipes}
 _EXAMPLE = """\
 example:
   forebay train tiny_llama_demo train.train_iters=100 optimizer.optimizer_offload_fraction=0.5
@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the words after ``forebay``. Default: those of the process.
 
     Returns:
-        0; 1 when training failed; 2 for what the user can mend; 130 after Ctrl-C.
+        0; 1 when training or a check failed; 2 for what the user can mend; 130 after Ctrl-C.
     """
     parser = build_parser()
     arguments, rest = parser.parse_known_args(argv)

@@ -17,6 +17,7 @@ from forebay.report.recorder import Recorder, Recording
 
 if TYPE_CHECKING:
     from forebay.config.resolve import Resolved
+    from forebay.train.trainer import Trainer
 
 _ROWS = {
     Lane.COMPUTE: (1, "compute"),
@@ -25,6 +26,7 @@ _ROWS = {
     Lane.UP: (4, "up: host to device"),
 }
 _STEP_ROW = (0, "step")
+NUM_TRACED_STEPS = 3
 NUM_WARMUP_STEPS = 5
 """Steps before the recorded ones: the first allocates, two more are needed to learn when memory is free."""
 
@@ -135,12 +137,19 @@ def trace_run(resolved: Resolved, path: Path, *, num_warmup_steps: int = NUM_WAR
     with Trainer(resolved.config) as trainer:
         for _ in range(num_warmup_steps):
             trainer.train_step()
-        with trace(path, engine=trainer.engine) as recorder:
-            trainer.train_step()
-            recorder.mark_step()
-            trainer.train_step()
-            recorder.mark_step()
-            trainer.train_step()
+        return trace_steps(trainer, path)
+
+
+def trace_steps(trainer: Trainer, path: Path) -> Recording:
+    """Train three steps and write a trace of the second; return what was recorded.
+
+    The third only completes the second, whose updates reach into it.
+    """
+    with trace(path, engine=trainer.engine) as recorder:
+        trainer.train_step()
+        recorder.mark_step()
+        trainer.train_step()
+        recorder.mark_step()
+        trainer.train_step()
     assert recorder.recording is not None
-    # The last two marks bound the traced step; the third step only completes it.
     return recorder.recording

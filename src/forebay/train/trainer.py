@@ -183,6 +183,18 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         self._scalars.push(self.step, loss, grad_norm)
 
+    def finished_steps(self, *, keep: int = 0) -> list[tuple[int, float, float, float]]:
+        """Wait for queued steps; for those who call :meth:`train_step` themselves, :meth:`run` logs them.
+
+        Args:
+            keep: of how many steps, the last ones, not to wait for. Default 0.
+
+        Returns:
+            For each step that has not been returned yet: its number, loss, gradient norm, and when it had finished, in
+            seconds of ``time.perf_counter()``.
+        """
+        return [self._scalars.pop() for _ in range(len(self._scalars) - keep)]
+
     @torch.no_grad()
     def evaluate(self) -> float:
         """Return the mean loss over the first ``train.eval_iters`` micro-batches of the evaluation text."""
