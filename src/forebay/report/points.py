@@ -13,6 +13,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -77,21 +78,14 @@ def run_point(point: Point, folder: Path, name: str) -> Result:
         name: of the point, a valid file name.
 
     Returns:
-        The result; only one that was answered is taken up again, so a killed point is measured anew.
+        The result. One that failed otherwise than for want of memory is measured anew.
     """
     answer, question = folder / f"{name}.json", folder / f"{name}.point.json"
-    if (earlier := _read(answer, point)) is not None:
+    if (earlier := _read(answer, point)) is not None and earlier.status in ("ok", "out_of_memory"):
         return earlier
     answer.unlink(missing_ok=True)
     question.write_text(json.dumps(dataclasses.asdict(point) | {"folder": str(folder / name), "key": point.key}))
-    # This very forebay, wherever this process found it.
-    paths = [str(Path(forebay.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-    with (folder / f"{name}.log").open("w") as log:
-        command = [*WORKER, str(question), str(answer)]
-        code = subprocess.run(command, stdout=log, stderr=log, env=environment, check=False).returncode
-    if code in (-signal.SIGINT, 128 + signal.SIGINT):
-        raise KeyboardInterrupt
+    code = run_module(WORKER, [str(question), str(answer)], folder / f"{name}.log")
     question.unlink(missing_ok=True)
     found = _read(answer, point)
     if found is not None:
@@ -99,6 +93,22 @@ def run_point(point: Point, folder: Path, name: str) -> Result:
     if code == -signal.SIGKILL:
         return Result("killed", "killed by the system, most likely because the host ran out of memory", {})
     return Result("killed", f"ended with exit code {code} and no result; see {folder / name}.log", {})
+
+
+def run_module(command: Sequence[str], arguments: Sequence[str], log_file: Path) -> int:
+    """Run a command of forebay's own in another process and return its exit code, negative for a signal.
+
+    Raises:
+        KeyboardInterrupt: if the process was interrupted.
+    """
+    # This very forebay, wherever this process found it.
+    paths = [str(Path(forebay.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    with log_file.open("w") as log:
+        done = subprocess.run([*command, *arguments], stdout=log, stderr=log, env=environment, check=False)
+    if done.returncode in (-signal.SIGINT, 128 + signal.SIGINT):
+        raise KeyboardInterrupt
+    return done.returncode
 
 
 def _read(answer: Path, point: Point) -> Result | None:
