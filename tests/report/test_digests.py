@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from forebay.report.digests import first_difference, state_digests, tensor_digest
+from forebay.report.digests import state_digests, tensor_digest
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int8, torch.bool]
 
@@ -50,10 +50,3 @@ def test_state_is_named_by_parameter():
     found = state_digests(optimizer)
     assert list(found) == [f"{n} / {k}" for n in ("weight", "bias") for k in ("step", "exp_avg", "exp_avg_sq")]
     assert found["bias / exp_avg"] == tensor_digest(optimizer.state[model.bias]["exp_avg"])
-
-
-def test_first_difference():
-    assert first_difference({"a": "1", "b": "2"}, {"a": "1", "b": "2"}) is None
-    assert first_difference({"a": "1", "b": "3", "c": "9"}, {"a": "1", "b": "2", "c": "4"}) == "b"
-    assert first_difference({"a": "1"}, {"a": "1", "b": "2"}) == "b"
-    assert first_difference({"a": "1", "z": "1"}, {"a": "1"}) == "z"

@@ -78,6 +78,21 @@ def test_each_lane_shows_what_it_did_named_by_parameter(tmp_path, seed):
     assert recorder.recording.busy_ms(Lane.HOST) > 0
 
 
+@pytest.mark.parametrize("placement", ["streamed", "host"])
+@pytest.mark.parametrize("seed", range(0, 50, 5))
+def test_slices_of_a_row_lie_in_or_beside_each_other(tmp_path, placement, seed):
+    """Viewers draw a slice that ends in the middle of another one wrongly, or drop it."""
+    _, _, events = traced(tmp_path / "step.json", placement, seed=seed, micro_batches=2)
+    for row in range(1, 5):
+        ends: list[float] = []
+        for event in slices(events, row):
+            while ends and ends[-1] <= event["ts"] + 0.002:  # times are rounded to nanoseconds
+                ends.pop()
+            end = event["ts"] + event["dur"]
+            assert not ends or end <= ends[-1] + 0.002, event
+            ends.append(end)
+
+
 def test_streamed_state_goes_up_is_updated_and_goes_down(tmp_path):
     _, _, events = traced(tmp_path / "step.json", "streamed")
     for row in (2, 4):

@@ -12,6 +12,7 @@ import yaml
 
 from forebay.cli.main import main
 from forebay.report import points
+from forebay.report.verify import first_difference
 
 OFFLOAD = ["optimizer.optimizer_cpu_offload=True", "optimizer.optimizer_offload_fraction=1.0"]
 HOST = [*OFFLOAD, "optimizer.optimizer_offload_placement=host"]
@@ -224,3 +225,10 @@ def test_mistakes(tmp_path, capsys, arguments, message):
     code, error = verify(tmp_path, capsys, *arguments)
     assert code == 2
     assert error.startswith(message)
+
+
+def test_first_difference():
+    assert first_difference({"a": "1", "b": "2"}, {"a": "1", "b": "2"}) is None
+    assert first_difference({"a": "1", "b": "3", "c": "9"}, {"a": "1", "b": "2", "c": "4"}) == "b"
+    assert first_difference({"a": "1"}, {"a": "1", "b": "2"}) == "b"
+    assert first_difference({"a": "1", "z": "1"}, {"a": "1"}) == "z"

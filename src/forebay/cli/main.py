@@ -8,10 +8,18 @@ import sys
 from collections.abc import Sequence
 
 import forebay
-from forebay.cli import config, recipes, sweep, trace, train, verify
+from forebay.cli import config, memory, recipes, sweep, trace, train, verify
 
 DEBUG_VARIABLE = "FOREBAY_DEBUG"
-_VERBS = {"train": train, "verify": verify, "sweep": sweep, "trace": trace, "config": config, "recipes": recipes}
+_VERBS = {
+    "train": train,
+    "verify": verify,
+    "sweep": sweep,
+    "trace": trace,
+    "memory": memory,
+    "config": config,
+    "recipes": recipes,
+}
 _EXAMPLE = """\
 example:
   forebay train tiny_llama_demo train.train_iters=100 optimizer.optimizer_offload_fraction=0.5

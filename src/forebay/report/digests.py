@@ -47,11 +47,3 @@ def state_digests(optimizer: torch.optim.Optimizer) -> dict[str, str]:
         for number, entry in sorted(saved["state"].items())
         for key, value in entry.items()
     }
-
-
-def first_difference(actual: dict[str, str], expected: dict[str, str]) -> str | None:
-    """Return the first name, in the order of ``expected``, whose digests differ or that one side lacks."""
-    for name in {**expected, **actual}:
-        if actual.get(name) != expected.get(name):
-            return name
-    return None

@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from forebay.report.digests import first_difference
 from forebay.report.points import Point, Result, run_point
 
 if TYPE_CHECKING:
@@ -279,3 +278,11 @@ def mib(num_bytes: float) -> str:
     from forebay.train.progress import size
 
     return f"-{size(-num_bytes)}" if num_bytes < 0 else size(num_bytes)
+
+
+def first_difference(actual: dict[str, str], expected: dict[str, str]) -> str | None:
+    """Return the first name, in the order of ``expected``, whose digests differ or that one side lacks."""
+    for name in {**expected, **actual}:
+        if actual.get(name) != expected.get(name):
+            return name
+    return None
