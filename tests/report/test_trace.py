@@ -200,6 +200,37 @@ def test_recomputation_is_told_from_forward(tmp_path):
     assert seen.count("forward blocks.0") == 2
 
 
+def test_a_layer_with_two_outputs_is_in_backward_from_the_first_to_its_end(tmp_path):
+    class Split(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(4))
+
+        def forward(self, x):
+            return {"a": (x * self.weight).exp(), "b": x * 2}
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first = torch.nn.Linear(4, 4)
+            self.split = Split()
+
+        def forward(self, x):
+            parts = self.split(self.first(x))
+            return parts["a"] + parts["b"].sin()
+
+    order = []
+    model = Model()
+    with trace(tmp_path / "step.json", engine=SimEngine(0)) as recorder:
+        loss = model(torch.randn(2, 4)).sum()
+        model.split.weight.register_post_accumulate_grad_hook(lambda p: order.append(recorder.begin("mark")()))
+        loss.backward()
+    spans = {s.name: s for s in recorder.recording.slices}
+    split, first = spans["backward split"], spans["backward first"]
+    assert split.begin_ms <= spans["mark"].begin_ms <= split.end_ms <= first.begin_ms
+    assert len(order) == 1
+
+
 def test_an_exception_writes_nothing_and_removes_all_hooks(tmp_path):
     from torch.nn.modules import module as torch_module
 

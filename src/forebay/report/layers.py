@@ -51,7 +51,8 @@ class LayerWatch:
         self._roots: set[nn.Module] = set()
         self._layers: dict[nn.Module, str] = {}
         self._open: list[tuple[nn.Module, Callable[[], None] | None]] = []
-        self._whole = _Section(begin, "backward")
+        self._whole = _Section(begin, "backward")  # of a model
+        self._part = _Section(begin, "backward")  # of the layer that its backward is in
 
     @contextlib.contextmanager
     def __call__(self) -> Iterator[None]:
@@ -104,10 +105,17 @@ class LayerWatch:
             # The last layer's output is the model's, and hooks of one tensor run in the order of their making: without
             # this the layer would begin before the whole that it is a part of.
             whole.begin()
-            this.begin()
+            # Where one layer ends the one below begins, at the same tensor, whose hooks say the latter first.
+            if self._part is not this:
+                self._part.end()
+            if this is not whole:
+                self._part = this
+                this.begin()
 
         def finished(grads: Any) -> None:
             handle.remove()
+            if this is whole:
+                self._part.end()
             this.end()
 
         for tensor in outputs:
