@@ -177,6 +177,42 @@ def test_torchs_own_classes_are_held_to_a_tolerance(tmp_path, capsys):
 
 
 @pytest.mark.usefixtures("in_process")
+def test_without_deterministic_kernels_tolerances_are_used(tmp_path, capsys, monkeypatch):
+    import torch
+
+    from forebay.report import worker
+
+    seen = []
+    measure = worker._compared_steps
+    monkeypatch.setattr(
+        worker,
+        "_compared_steps",
+        lambda *args: seen.append(torch.are_deterministic_algorithms_enabled()) or measure(*args),
+    )
+    words = ["--timed-steps", "1", "--steps", "2", *tiny_run.words(tmp_path, *HOST)]
+    code, result = verify(tmp_path, capsys, "--nondeterministic", *words)
+    assert code == 0, failed(result)
+    names = {check["name"]: check["status"] for check in result["checks"]}
+    assert names["final weights equal within 0.001"] == "pass"
+    assert names["optimizer state equal bit for bit"] == "not measured"
+    assert verify(tmp_path, capsys, *words)[0] == 0
+    assert seen == [False, False, True, True]
+
+
+@pytest.mark.usefixtures("in_process")
+def test_a_kernel_without_a_deterministic_form_is_told_what_to_do(tmp_path, capsys, monkeypatch):
+    from forebay.report import worker
+
+    def measure(point, folder):
+        raise RuntimeError("histc does not have a deterministic implementation, but you set ...")
+
+    monkeypatch.setattr(worker, "measure", measure)
+    code, result = verify(tmp_path, capsys, *tiny_run.words(tmp_path, *HOST))
+    assert code == 1
+    assert result["checks"][1]["figures"].endswith("--nondeterministic compares within tolerances instead")
+
+
+@pytest.mark.usefixtures("in_process")
 def test_a_run_that_does_not_fit_fails_the_second_check(tmp_path, capsys, monkeypatch):
     from forebay.host import HostMemoryError
     from forebay.report import worker

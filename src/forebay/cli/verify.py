@@ -18,6 +18,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max-slowdown", metavar="X", type=float, help="fail when a step takes more than X times as long"
     )
+    nondeterministic = "use the kernels of the configuration and compare within tolerances, not bit for bit"
+    parser.add_argument("--nondeterministic", action="store_true", help=nondeterministic)
     common.add_output_arguments(parser, default_output="runs/verify_RECIPE")
 
 
@@ -49,6 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
         folder,
         num_steps=arguments.steps,
         num_timed_steps=arguments.timed_steps,
+        deterministic=not arguments.nondeterministic,
         max_slowdown=arguments.max_slowdown,
         say=lambda line: None if is_silent else print(line, file=sys.stderr, flush=True),
     )

@@ -131,7 +131,7 @@ def _stalls(axes: Axes, found: Sweep) -> None:
         if not point.ok:
             _mark_lost(axes, position, point)
             continue
-        share = 100 * point.result.data["stall_ms"] / point.result.data["traced_step_ms"]
+        share = 100 * point.result.data["stall_share"]
         axes.bar(position, share, 0.6, color=_RED)
         axes.annotate(f"{share:.1f}%", (position, share), ha="center", va="bottom")
     _label_fractions(axes, found.points)

@@ -34,6 +34,7 @@ class Point:
         num_steps: whose losses are compared.
         num_timed_steps: after these, undisturbed, whose time and memory are measured.
         digests: whether the weights after each of the ``num_steps`` and the state after the last are digested.
+        deterministic: whether the ``num_steps`` use deterministic kernels only. Default False: as configured.
         save_weights: the file for the weights after ``num_steps``, for comparisons that are not bitwise. Default None.
     """
 
@@ -42,6 +43,7 @@ class Point:
     num_steps: int
     num_timed_steps: int
     digests: bool = False
+    deterministic: bool = False
     save_weights: str | None = None
 
     @property

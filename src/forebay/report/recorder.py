@@ -54,7 +54,7 @@ class MemorySample:
     Attributes:
         at_ms: from the beginning of the trace.
         tiers: by tier and purpose, from the ledger.
-        allocated_bytes: all that torch has allocated on the GPU; None without one.
+        allocated_bytes: all that torch has allocated on the GPU; None without one, and where it was not asked.
     """
 
     at_ms: float
@@ -180,13 +180,13 @@ class Recorder:
         self._close_declared()
         span = Span("compute", Lane.COMPUTE, label)
         self._engine.begin_span(span)
-        self._sample(span.begin)
+        self._sample(span.begin, everything=True)
         self._entries.append(_Entry(span))
 
         def end() -> None:
             self._close_declared()
             self._engine.end_span(span)
-            self._sample(span.end)
+            self._sample(span.end, everything=True)
 
         return end
 
@@ -211,9 +211,11 @@ class Recorder:
         self._engine.begin_span(span)
         return span.begin
 
-    def _sample(self, at: Any) -> None:
-        device = self._engine.device
-        allocated = torch.cuda.memory_allocated(device) if device.type == "cuda" else None
+    def _sample(self, at: Any, *, everything: bool = False) -> None:
+        device, allocated = self._engine.device, None
+        if everything and device.type == "cuda":
+            # memory_allocated() flattens hundreds of figures, which takes longer than launching a kernel.
+            allocated = torch.cuda.memory_stats_as_nested_dict(device)["allocated_bytes"]["all"]["current"]
         self._samples.append((at, self._engine.ledger.snapshot(), allocated))
 
     # What comes of it

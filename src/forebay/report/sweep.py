@@ -152,7 +152,7 @@ def row(point: SweepPoint, reference: SweepPoint | None) -> dict[str, Any]:
     return values | {
         "iter_ms": data["median_step_ms"],
         "slowdown": data["median_step_ms"] / base["median_step_ms"],
-        "stall_share": data["stall_ms"] / data["traced_step_ms"],
+        "stall_share": data["stall_share"],
         "peak_bytes": data["device_peak_bytes"],
         "held_bytes": sum(held.values()) if data["allocated_bytes"] is None else data["allocated_bytes"],
         "saved_bytes": saved_bytes(base, data),

@@ -99,13 +99,13 @@ def verify(
     *,
     num_steps: int,
     num_timed_steps: int,
+    deterministic: bool = True,
     max_slowdown: float | None = None,
     say: Callable[[str], object] = lambda line: None,
 ) -> Verification:
     """Run a recipe without offloading and as it is, each in a process of its own, and compare them.
 
-    Both start from the same seed. The compared steps use deterministic kernels only; time and memory are measured in
-    steps after these, with the kernels that training uses.
+    Both start from the same seed. Time and memory are measured in steps after those that are compared.
 
     Args:
         recipe: its name, or a file.
@@ -114,15 +114,25 @@ def verify(
         folder: for files of the runs; it exists.
         num_steps: to compare.
         num_timed_steps: to measure.
+        deterministic: whether the compared steps use deterministic kernels only; else bits are not compared, but held
+            to a tolerance. The timed steps use the kernels that training uses.
         max_slowdown: the step time over the baseline's that is too much. Default None: any is accepted.
         say: is told what is going on.
     """
-    bitwise = promises_bits(config)
+    bitwise = deterministic and promises_bits(config)
     results = {}
     for name, own_words in (("baseline", [*words, *NO_OFFLOAD]), ("offloaded", [*words])):
         say(f"running {name}: {num_steps} compared and {num_timed_steps} timed steps ...")
         weights = None if bitwise else str(folder / f"{name}.weights.pt")
-        point = Point(recipe, tuple(own_words), num_steps, num_timed_steps, digests=True, save_weights=weights)
+        point = Point(
+            recipe,
+            tuple(own_words),
+            num_steps,
+            num_timed_steps,
+            digests=True,
+            deterministic=deterministic,
+            save_weights=weights,
+        )
         # A proof is given anew each time, never taken from an earlier run.
         (folder / f"{name}.json").unlink(missing_ok=True)
         results[name] = run_point(point, folder, name)
@@ -146,6 +156,8 @@ def _accepted(results: dict[str, Result]) -> Check:
 
 def _ended(results: dict[str, Result]) -> Check:
     bad = [f"{name}: {r.status.replace('_', ' ')}: {r.error}" for name, r in results.items() if r.status != "ok"]
+    if any("deterministic implementation" in text for text in bad):
+        bad.append("--nondeterministic compares within tolerances instead")
     return Check("both runs ended", "fail" if bad else "pass", "; ".join(bad) or "without running out of memory")
 
 
@@ -199,7 +211,7 @@ def _close_weights(folder: Path) -> Check:
 def _state(a: dict[str, Any], b: dict[str, Any], bitwise: bool) -> Check:
     name, expected = "optimizer state equal bit for bit", a["state_digests"]
     if not bitwise:
-        return Check(name, "not measured", "not promised: another class, or torch operations, update the host share")
+        return Check(name, "not measured", "not promised: see the check before")
     different = first_difference(b["state_digests"], expected)
     if different is not None:
         return Check(name, "fail", f"first differs in {different} after the last compared step")

@@ -41,9 +41,9 @@ def measure(point: Point, folder: Path) -> dict[str, Any]:
 
     Returns:
         ``losses`` and ``grad_norms`` of the compared steps; ``weight_digests``, by parameter after each of them, and
-        ``state_digests`` after the last; ``step_ms`` of the timed steps and their ``median_step_ms``; ``stall_ms`` and
-        ``busy_ms`` by lane in the one traced step, which took ``traced_step_ms``, and what it moved: ``down_bytes``,
-        ``up_bytes``, ``num_host_elements``; ``device_peak_bytes`` while timed; ``held`` and ``plan``, bytes by tier
+        ``state_digests`` after the last; ``step_ms`` of the timed steps, their ``median_step_ms``, and the ``stall_share``
+        of that time; ``busy_ms`` by lane in one traced step and what it moved: ``down_bytes``, ``up_bytes``,
+        ``num_host_elements``; ``device_peak_bytes`` while timed; ``held`` and ``plan``, bytes by tier
         and purpose, measured between two steps and predicted; ``allocated_bytes`` on the GPU then, None without one;
         ``host_rss_bytes``; ``optimizer_device_bytes``, predicted, and the same ``_without_offload``; ``about``, the
         machine and versions.
@@ -55,7 +55,7 @@ def measure(point: Point, folder: Path) -> dict[str, Any]:
     config.logger.progress = "none"
     config.checkpoint.save = config.checkpoint.save_interval = None
     folder.mkdir(parents=True, exist_ok=True)
-    if point.digests:
+    if point.deterministic:
         # Before the first use of CUDA, see make_deterministic.
         make_deterministic()
     with Trainer(config) as trainer:
@@ -99,6 +99,7 @@ def _timed_steps(trainer: Trainer, num_steps: int) -> dict[str, Any]:
     for _ in range(NUM_UNTIMED_STEPS):
         trainer.train_step()
     before = trainer.finished_steps()[-1][3]
+    stalled_before_ms = trainer.engine.traffic().stall_ms
     trainer.engine.ledger.reset_peak()
     if trainer.engine.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(trainer.engine.device)
@@ -108,12 +109,19 @@ def _timed_steps(trainer: Trainer, num_steps: int) -> dict[str, Any]:
         # One step behind, as in training: the device must not wait for Python here either.
         times += [finished for _, _, _, finished in trainer.finished_steps(keep=1)]
     times += [finished for _, _, _, finished in trainer.finished_steps()]
+    trainer.engine.synchronize()
+    stalled_ms = trainer.engine.traffic().stall_ms - stalled_before_ms
     step_ms = [1000 * (end - begin) for begin, end in zip([before, *times], times, strict=False)]
     if trainer.engine.device.type == "cuda":
         peak_bytes = torch.cuda.max_memory_allocated(trainer.engine.device)
     else:
         peak_bytes = trainer.engine.ledger.peak_bytes(Tier.DEVICE)
-    return {"step_ms": step_ms, "median_step_ms": statistics.median(step_ms), "device_peak_bytes": peak_bytes}
+    return {
+        "step_ms": step_ms,
+        "median_step_ms": statistics.median(step_ms),
+        "device_peak_bytes": peak_bytes,
+        "stall_share": stalled_ms / sum(step_ms),
+    }
 
 
 def _memory(trainer: Trainer) -> dict[str, Any]:
@@ -135,11 +143,13 @@ def _traced_step(trainer: Trainer, path: Path) -> dict[str, Any]:
     before = trainer.engine.traffic()
     recording = trace_steps(trainer, path)
     after = trainer.engine.traffic()
+    step_ms = recording.window_ms[1] - recording.window_ms[0]
+    # The simulator adds up no stalls of its own; a GPU's engine does, over all timed steps and with no trace beside it.
+    stalls = {"stall_share": recording.stall_ms() / step_ms} if trainer.engine.kind == "sim" else {}
     placed = getattr(trainer.optimizer, "placed", None)
     host_chunks = [] if placed is None else placed.shares[Placement.HOST].chunks
     return {
-        "traced_step_ms": recording.window_ms[1] - recording.window_ms[0],
-        "stall_ms": recording.stall_ms(),
+        **stalls,
         "busy_ms": {lane.value: recording.busy_ms(lane) for lane in SIDE_LANES},
         "down_bytes": (after.down_bytes - before.down_bytes) // NUM_TRACED_STEPS,
         "up_bytes": (after.up_bytes - before.up_bytes) // NUM_TRACED_STEPS,
