@@ -41,12 +41,12 @@ def measure(point: Point, folder: Path) -> dict[str, Any]:
 
     Returns:
         ``losses`` and ``grad_norms`` of the compared steps; ``weight_digests``, by parameter after each of them, and
-        ``state_digests`` after the last; ``step_ms`` of the timed steps, their ``median_step_ms``, and the ``stall_share``
-        of that time; ``busy_ms`` by lane in one traced step and what it moved: ``down_bytes``, ``up_bytes``,
-        ``num_host_elements``; ``device_peak_bytes`` while timed; ``held`` and ``plan``, bytes by tier
-        and purpose, measured between two steps and predicted; ``allocated_bytes`` on the GPU then, None without one;
-        ``host_rss_bytes``; ``optimizer_device_bytes``, predicted, and the same ``_without_offload``; ``about``, the
-        machine and versions.
+        ``state_digests`` after the last; ``step_ms`` of the timed steps, ``median_step_ms``, and the ``stall_share`` of
+        that time; ``busy_ms`` by lane in one traced step and what it moved: ``down_bytes``, ``up_bytes``,
+        ``num_host_elements``; ``device_peak_bytes`` while timed; ``held`` and ``plan``, bytes by tier and purpose,
+        measured between two steps and predicted; ``allocated_bytes`` on the GPU then, None without one;
+        ``host_rss_bytes``; ``optimizer_device_bytes`` and ``optimizer_device_bytes_without_offload``, predicted;
+        ``about``, the machine and versions.
     """
     resolved = resolve(point.recipe, point.words)
     config = resolved.config
@@ -135,7 +135,6 @@ def _memory(trainer: Trainer) -> dict[str, Any]:
         "host_rss_bytes": psutil.Process().memory_info().rss,
         "optimizer_device_bytes": prepared.optimizer_device_bytes,
         "optimizer_device_bytes_without_offload": prepared.optimizer_device_bytes_without_offload,
-        "staging_device_bytes": prepared.staging_device_bytes,
     }
 
 
