@@ -165,6 +165,21 @@ def test_without_marks_the_whole_block_is_shown(tmp_path):
     assert "copy" not in vars(engine)
 
 
+def test_the_recorder_keeps_no_model_alive(tmp_path):
+    import gc
+    import weakref
+
+    model = tiny.build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with trace(tmp_path / "step.json", engine=SimEngine(0)) as recorder:
+        tiny.train(model, optimizer, num_steps=1)
+    alive = weakref.ref(model.head.weight)
+    del model, optimizer
+    gc.collect()
+    assert alive() is None
+    assert recorder.recording.slices
+
+
 def test_hybrid_optimizer_is_traced_too(tmp_path):
     engine = SimEngine(3)
     model = tiny.build()

@@ -139,6 +139,10 @@ class Recorder:
             self._engine.end_span(whole)
         self._engine.synchronize()
         self.recording = self._evaluate(whole)
+        # Whoever keeps the recorder keeps the figures, and no parameter or event.
+        self._names = MemoryNames()
+        self._entries, self._samples, self._steps = [], [], []
+        self._last, self._producers = {}, {}
 
     def mark_step(self) -> None:
         """Mark the boundary of two steps. With two marks or more, the trace is of what is between the last two."""
