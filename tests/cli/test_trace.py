@@ -34,6 +34,16 @@ def test_trace_of_a_steady_step(tmp_path, capsys):
     assert not (tmp_path / "run").exists()
 
 
+def test_recomputation_is_shown(tmp_path, capsys):
+    words = tiny_run.words(tmp_path, *HOST, "model.recompute_granularity=full")
+    assert main(["trace", "tiny_llama_demo", "--quiet", "--output", str(tmp_path / "out"), *words]) == 0
+    events = json.loads((tmp_path / "out" / "step.json").read_text())["traceEvents"]
+    layer = next(e for e in events if e["name"] == "backward model.layers.1")
+    again = [e for e in events if e["name"].startswith("recompute model.layers.1")]
+    assert again
+    assert all(layer["ts"] <= e["ts"] <= e["ts"] + e["dur"] <= layer["ts"] + layer["dur"] + 0.01 for e in again[:1])
+
+
 def test_it_says_where_the_trace_is_and_what_waited(tmp_path, capsys):
     words = tiny_run.words(tmp_path, *HOST)
     assert main(["trace", "tiny_llama_demo", *words, "--output", str(tmp_path / "out")]) == 0

@@ -50,6 +50,7 @@ class LayerWatch:
         self._found = found
         self._roots: set[nn.Module] = set()
         self._layers: dict[nn.Module, str] = {}
+        self._modules: dict[nn.Module, str] = {}  # all of them
         self._open: list[tuple[nn.Module, Callable[[], None] | None]] = []
         self._whole = _Section(begin, "backward")  # of a model
         self._part = _Section(begin, "backward")  # of the layer that its backward is in
@@ -68,14 +69,18 @@ class LayerWatch:
 
     def _before(self, module: nn.Module, args: Any) -> None:
         in_backward = _in_backward()
-        if not self._open and not in_backward and module not in self._roots:
+        if not self._open and not in_backward and module not in self._modules:
             self._roots.add(module)
             self._layers.update(find_layers(module))
+            self._modules.update({part: name for name, part in module.named_modules()})
             self._found(module)
         end = None
-        if module in self._layers:
-            # Recomputation runs a layer's forward within backward.
-            end = self._begin(f"{'recompute' if in_backward else 'forward'} {self._layers[module]}")
+        if in_backward:
+            # Recomputation: of a layer, or of its parts one by one where only the layer's forward() is run again.
+            if not self._open and module in self._modules:
+                end = self._begin(f"recompute {self._modules[module]}".rstrip())
+        elif module in self._layers:
+            end = self._begin(f"forward {self._layers[module]}")
         elif module in self._roots:
             end = self._begin("forward")
             self._whole = _Section(self._begin, "backward")
