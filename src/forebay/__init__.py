@@ -17,6 +17,7 @@ _PUBLIC = {
     "SGD": "forebay.optim.momentum",
     "offload_activations": "forebay.activations.offload",
     "plan_memory": "forebay.optim.options",
+    "trace": "forebay.report.trace",
 }
 
 __version__ = "0.1.0"
@@ -29,6 +30,7 @@ __all__ = [
     "__version__",
     "offload_activations",
     "plan_memory",
+    "trace",
 ]
 
 

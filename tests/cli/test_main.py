@@ -132,9 +132,14 @@ def _python(*arguments, **options):
         ["check", DEMO],
         ["check", DEMO, "--engine", "megatron", "--json"],
         ["doctor", "--log", os.devnull],
+        ["trace", DEMO, "train.train_iters=0"],
+        ["verify", DEMO, "train.train_iters=0"],
+        ["sweep", DEMO, "--fractions", "2"],
+        ["memory", "gone"],
     ],
 )
 def test_these_import_no_torch(argv):
+    # What is wrong with the command is answered without waiting for torch.
     code = (
         "import sys\nfrom forebay.cli.main import main\n"
         f"try:\n    main({argv!r})\nexcept SystemExit:\n    pass\n"

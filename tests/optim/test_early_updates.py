@@ -291,11 +291,17 @@ class TestBetweenBackwardAndStep:
             assert float(optimizer.state_dict()["state"][0]["step"]) == 3
 
     def test_parameters_without_a_gradient_in_some_steps(self):
-        def go(seed, **kwargs):
+        def go(seed, *, early_updates=True):
             engine = SimEngine(seed)
             params = [nn.Parameter(torch.full((1500,), 0.5, dtype=torch.bfloat16)) for _ in range(6)]
             optimizer = forebay.AdamW(
-                params, lr=1e-2, chunk_elements=CHUNK, engine=engine, offload_fraction=1.0, placement="host", **kwargs
+                params,
+                lr=1e-2,
+                chunk_elements=CHUNK,
+                engine=engine,
+                offload_fraction=1.0,
+                placement="host",
+                early_updates=early_updates,
             )
             optimizer.allocate()
             with engine.watch():

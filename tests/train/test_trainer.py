@@ -436,3 +436,21 @@ def test_what_cannot_fit_is_refused(resolved, monkeypatch):
     )
     assert "weights 56.9, gradients 56.9" in message
     assert "a smaller model (model.num_layers" in message
+
+
+def test_stochastic_rounding_draws_the_same_numbers_without_offloading(resolved):
+    words = ["optimizer.optimizer_state_dtype=bf16"]
+    expected, _ = _run(resolved(*words))
+    offload = ["optimizer.optimizer_cpu_offload=True", "optimizer.optimizer_offload_fraction=1.0"]
+    for placement in ("host", "streamed"):
+        actual, _ = _run(resolved(*words, *offload, f"optimizer.optimizer_offload_placement={placement}"))
+        assert _losses(actual) == _losses(expected)
+
+
+def test_finished_steps_wait_for_all_but_the_last(resolved):
+    with Trainer(resolved().config, stream=io.StringIO()) as run:
+        for _ in range(3):
+            run.train_step()
+        assert [step for step, *_ in run.finished_steps(keep=1)] == [1, 2]
+        assert [step for step, *_ in run.finished_steps()] == [3]
+        assert run.finished_steps() == []

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 import forebay
-from forebay.cli import calibrate, check, config, doctor, plan, recipes, train
+from forebay.cli import calibrate, check, config, doctor, memory, plan, recipes, sweep, trace, train, verify
 
 DEBUG_VARIABLE = "FOREBAY_DEBUG"
 _VERBS = {
@@ -18,6 +18,10 @@ _VERBS = {
     "check": check,
     "config": config,
     "doctor": doctor,
+    "verify": verify,
+    "sweep": sweep,
+    "trace": trace,
+    "memory": memory,
     "recipes": recipes,
 }
 _EXAMPLE = """\

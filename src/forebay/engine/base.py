@@ -14,13 +14,14 @@ import abc
 import dataclasses
 import enum
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from forebay.host.limits import DEFAULT_SETTING_HINT
 
 if TYPE_CHECKING:
+    from forebay.engine.observe import Span
     from forebay.host.ledger import Ledger
 
 
@@ -271,3 +272,17 @@ class Engine(abc.ABC):
     @abc.abstractmethod
     def synchronize(self) -> None:
         """Block Python until every lane is idle, then :meth:`check_tasks`."""
+
+    # Observation, see forebay.engine.observe
+
+    @abc.abstractmethod
+    def begin_span(self, span: Span) -> None:
+        """Set ``span.begin`` to when ``span.lane`` gets to what is enqueued on it next."""
+
+    @abc.abstractmethod
+    def end_span(self, span: Span) -> None:
+        """Set ``span.end`` to when ``span.lane`` is done with what was enqueued since :meth:`begin_span`."""
+
+    @abc.abstractmethod
+    def elapsed_ms(self, begin: Any, end: Any) -> float:
+        """Return the time between two points of spans; call it after :meth:`synchronize`."""

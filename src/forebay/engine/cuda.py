@@ -32,6 +32,7 @@ from forebay.engine.base import (
 )
 from forebay.engine.cuda_buffers import CudaDeviceBuffer, CudaHostBuffer
 from forebay.engine.cuda_runtime import DEVICE_TO_HOST, HOST_TO_DEVICE, CudaRuntime, loaded_runtime, sanitizer_is_on
+from forebay.engine.observe import Span
 from forebay.host.ledger import Ledger
 from forebay.host.limits import DEFAULT_SETTING_HINT
 from forebay.host.numa import numa_node_of_pci_device, pci_bus_id
@@ -427,6 +428,27 @@ class CudaEngine(Engine):
         peak_bytes = torch.cuda.max_memory_allocated(self.device)
         torch.cuda.reset_peak_memory_stats(self.device)
         return peak_bytes
+
+    # Observation
+
+    def begin_span(self, span: Span) -> None:
+        """See :meth:`Engine.begin_span`."""
+        span.begin = self._timestamp(span.lane)
+
+    def end_span(self, span: Span) -> None:
+        """See :meth:`Engine.end_span`."""
+        span.end = self._timestamp(span.lane)
+
+    def _timestamp(self, lane: Lane) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self.device) if lane is Lane.COMPUTE else self._torch_streams[lane])
+        return event
+
+    def elapsed_ms(self, begin: Any, end: Any) -> float:
+        """See :meth:`Engine.elapsed_ms`."""
+        return begin.elapsed_time(end)
+
+    # Inside
 
     def retire(self, after: Sequence[Event], kept_alive: object) -> None:
         """Keep something until all events have passed; close it then if it is a slab."""

@@ -15,7 +15,10 @@ import torch
 from forebay.engine import Engine, Lane
 from forebay.host.kernels import Hyper
 
-HYPER_BYTES = ctypes.sizeof(Hyper)
+_HYPER_BYTES = ctypes.sizeof(Hyper)
+# There is room for so many groups from the start, so that a plan of memory can be exact.
+_NUM_PLANNED_GROUPS = 64
+GRAPH_HYPERS_BYTES = _NUM_PLANNED_GROUPS * _HYPER_BYTES  # on each tier
 
 
 class GraphHypers:
@@ -23,7 +26,7 @@ class GraphHypers:
 
     Args:
         engine: allocates the memory and moves it.
-        num_groups: how many.
+        num_groups: how many there must be room for.
         pinned: pin the host memory.
 
     Attributes:
@@ -33,12 +36,13 @@ class GraphHypers:
 
     def __init__(self, engine: Engine, num_groups: int, *, pinned: bool) -> None:
         self._engine = engine
-        self._host = engine.empty_host(num_groups * HYPER_BYTES, "other", pinned=pinned)
-        self._device = engine.empty_device(num_groups * HYPER_BYTES, "other")
+        num_groups = max(num_groups, _NUM_PLANNED_GROUPS)
+        self._host = engine.empty_host(num_groups * _HYPER_BYTES, "other", pinned=pinned)
+        self._device = engine.empty_device(num_groups * _HYPER_BYTES, "other")
         self._last: list[int] = []
         self.memory = self._host.tensor
         address = self.memory.data_ptr()
-        self.hypers = [Hyper.from_address(address + number * HYPER_BYTES) for number in range(num_groups)]
+        self.hypers = [Hyper.from_address(address + number * _HYPER_BYTES) for number in range(num_groups)]
 
     def write(self, hypers: Sequence[Hyper]) -> None:
         """Enqueue a write of the values for the launches to come, on the compute lane."""
@@ -48,7 +52,8 @@ class GraphHypers:
         self._last = values
         # Pinned memory of torch's own is not used again before the copy is done, and pageable memory would block.
         on_cuda = self._engine.device.type == "cuda"
-        self._device.tensor.copy_(torch.tensor(values, dtype=torch.uint8, pin_memory=on_cuda), non_blocking=True)
+        staged = torch.tensor(values, dtype=torch.uint8, pin_memory=on_cuda)
+        self._device.tensor[: len(values)].copy_(staged, non_blocking=True)
 
     def send(self) -> None:
         """Enqueue, in a capture, the copy down of what is on the device when the graph is launched."""

@@ -73,6 +73,7 @@ class HostShare(Share):
         # The state never moves, so it need not be pinned.
         states = self._allocate_on_host(chunks, self._slabs, params, pinned=False)
         if not self._controls:
+            self._graph_hypers = GraphHypers(self.engine, 0, pinned=self._pinned)
             slab = self._allocate(CONTROL_BYTES, "other")
             self._controls = [slab.view(torch.float32, 2, phase * 64) for phase in range(_NUM_PHASES + 1)]
         num_bytes = sum(weight_bytes(chunk) for chunk in chunks)
@@ -302,12 +303,12 @@ class HostShare(Share):
 
     def _set_hypers(self, context: StepContext, phase: int) -> list[kernels.Hyper]:
         if context.capturing:
-            assert self._graph_hypers is not None, "made by the first step"
+            assert self._graph_hypers is not None
             self._graph_hypers.send()
             return self._graph_hypers.hypers
-        if self._graph_hypers is None or len(self._graph_hypers.hypers) < len(context.groups):
-            if self._graph_hypers is not None:
-                self._old_graph_hypers.append(self._graph_hypers)
+        assert self._graph_hypers is not None
+        if len(self._graph_hypers.hypers) < len(context.groups):
+            self._old_graph_hypers.append(self._graph_hypers)
             self._graph_hypers = GraphHypers(self.engine, len(context.groups), pinned=self._pinned)
         hypers = self._hypers[phase]
         hypers += [kernels.Hyper() for _ in context.groups[len(hypers) :]]

@@ -11,6 +11,7 @@ from forebay.engine import get_engine
 from forebay.optim import cost_model, layout
 from forebay.optim.adamw_rule import AdamWRule
 from forebay.optim.chunk_state import region_bytes
+from forebay.optim.graph_hypers import GRAPH_HYPERS_BYTES
 from forebay.optim.host_share import CONTROL_BYTES
 from forebay.optim.layout import Chunk, ParamSpec, Placement
 from forebay.optim.low_precision import STATE_DTYPES
@@ -156,7 +157,8 @@ def plan_memory(
     weights = sum(weight_bytes(chunk) for chunk in on_host)
     add_bytes(plan, copied, "weights", weights)
     add_bytes(plan, copied, "gradients", weights)
-    add_bytes(plan, copied, "other", CONTROL_BYTES if on_host else 0)
+    add_bytes(plan, copied, "other", CONTROL_BYTES + GRAPH_HYPERS_BYTES if on_host else 0)
+    add_bytes(plan, "device", "other", GRAPH_HYPERS_BYTES if on_host else 0)
     spared = [chunk for chunk in on_host if chunk.has_spare]
     add_bytes(plan, "pageable", "spares", sum(region_bytes(chunk, rule) for chunk in spared))
     add_bytes(plan, copied, "spares", sum(weight_bytes(chunk) for chunk in spared))

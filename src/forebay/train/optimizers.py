@@ -84,8 +84,9 @@ def build_optimizer(config: Config, model: torch.nn.Module, engine: Engine) -> t
         engine=engine,
         **_adamw_options(options),
     )
-    if effective_fraction(options) > 0:
-        # Before allocating: the order in which the modules come decides what lives where.
+    if effective_fraction(options) > 0 or options.optimizer_state_dtype != "fp32":
+        # Before allocating: the order in which the modules come decides what lives where. Stochastic rounding draws by
+        # the number a parameter has in this order, so it must be the same one without offloading.
         optimizer.attach(model)
     optimizer.allocate()
     return optimizer

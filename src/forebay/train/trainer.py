@@ -16,6 +16,7 @@ from forebay.engine import get_engine
 from forebay.host.ledger import Tier
 from forebay.train import checkpoint
 from forebay.train.interrupts import Interrupts
+from forebay.train.memory_file import MemoryFile
 from forebay.train.metrics import DeferredScalars, MemoryMeter, MetricsLog, StepMetrics
 from forebay.train.model import (
     build_on_device,
@@ -100,6 +101,8 @@ class Trainer:
         self.progress.note(*banner(config, prepared, self.engine), *notes)
         self._log = MetricsLog(self._folder, first_step=self.first_step, tensorboard=bool(config.logger.tensorboard))
         self._meter = MemoryMeter(self.engine)
+        self._memory_file = MemoryFile(self._folder, self.engine, config.train.train_iters)
+        self._memory_file.update(self.step)
         self._scalars = DeferredScalars(self.engine)
         self._rates: dict[int, float] = {}
         self._clock = time.perf_counter()
@@ -149,6 +152,7 @@ class Trainer:
 
     def close(self) -> None:
         """Close the log files and take this run out of the engine's ledger. May be called twice."""
+        self._memory_file.end(self.step)
         self._unaccount()
         self._log.close()
         self.progress.close()
@@ -182,6 +186,19 @@ class Trainer:
         self.scheduler.step()
         self.optimizer.zero_grad(set_to_none=True)
         self._scalars.push(self.step, loss, grad_norm)
+        self._memory_file.update(self.step)
+
+    def finished_steps(self, *, keep: int = 0) -> list[tuple[int, float, float, float]]:
+        """Wait for queued steps; for those who call :meth:`train_step` themselves, :meth:`run` logs them.
+
+        Args:
+            keep: of how many steps, the last ones, not to wait for. Default 0.
+
+        Returns:
+            For each step that has not been returned yet: its number, loss, gradient norm, and when it had finished, in
+            seconds of ``time.perf_counter()``.
+        """
+        return [self._scalars.pop() for _ in range(len(self._scalars) - keep)]
 
     @torch.no_grad()
     def evaluate(self) -> float:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import random
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -19,6 +20,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from forebay.engine.base import SIDE_LANES, Buffer, Engine, Event, HostTask, Lane, TaskLog, Traffic
+from forebay.engine.observe import Span
 from forebay.engine.sim.clocks import PYTHON, Clock, Clocks, RaceError, ShadowMemory
 from forebay.engine.sim.graph import GraphEvent, GraphLane, SimGraph
 from forebay.engine.sim.watch import WatchMode
@@ -34,6 +36,7 @@ _POISON_BYTE = 0xFF  # NaN in fp32, bf16 and fp16, and -1 in every integer
 class _Work:
     run: Callable[[], None] | None
     wait_for: SimEvent | None
+    span: Span | None = None
 
 
 class SimEvent:
@@ -88,6 +91,7 @@ class SimEngine(Engine):
         self._host_storages: set[int] = set()
         self._log = TaskLog()
         self._traffic = Traffic()
+        self._span: Span | None = None  # of the work that is enqueued next
 
     # Captures
 
@@ -198,6 +202,8 @@ class SimEngine(Engine):
         # Python code runs in this call: it comes after the lane's past, and the lane's future after it.
         self._drain(Lane.HOST)
         self._clocks.join(PYTHON, self._clocks.snapshot(Lane.HOST.value))
+        if self._span is not None:
+            self._span.begin = time.perf_counter()
         task.run()
         self._clocks.join(Lane.HOST.value, self._clocks.snapshot(PYTHON))
 
@@ -260,6 +266,26 @@ class SimEngine(Engine):
         with mode:
             yield
 
+    # Observation
+
+    def begin_span(self, span: Span) -> None:
+        """See :meth:`Engine.begin_span`."""
+        span.begin = time.perf_counter()
+        if span.lane is not Lane.COMPUTE:
+            self._span = span
+
+    def end_span(self, span: Span) -> None:
+        """See :meth:`Engine.end_span`; what was queued sets both ends itself, when it runs."""
+        if span.lane is Lane.COMPUTE:
+            span.end = time.perf_counter()
+        elif self._span is span:  # it was not queued
+            span.end = time.perf_counter()
+            self._span = None
+
+    def elapsed_ms(self, begin: float, end: float) -> float:
+        """See :meth:`Engine.elapsed_ms`."""
+        return 1000 * (end - begin)
+
     # Inside
 
     def _is_on_host(self, tensor: torch.Tensor) -> bool:
@@ -300,6 +326,7 @@ class SimEngine(Engine):
         self._access(tensor, actor, is_write=is_write, label=label)
 
     def _enqueue(self, queue: _Queue, work: _Work) -> None:
+        work.span, self._span = self._span, None
         self._queues[queue].append(work)
         self._enqueued[queue] += 1
 
@@ -312,6 +339,7 @@ class SimEngine(Engine):
 
     def _run_one(self, queue: _Queue) -> None:
         work = self._queues[queue].popleft()
+        begin = time.perf_counter()
         if work.wait_for is not None:
             self._finish(work.wait_for)
         if work.run is not None:
@@ -320,6 +348,8 @@ class SimEngine(Engine):
             with _no_watch(), torch.no_grad():
                 work.run()
         self._done[queue] += 1
+        if work.span is not None:
+            work.span.begin, work.span.end = begin, time.perf_counter()
 
     def _finish(self, event: SimEvent) -> None:
         if event.lane is Lane.COMPUTE:

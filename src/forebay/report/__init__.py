@@ -1,0 +1,1 @@
+"""What forebay shows about a run: traces, proofs, sweeps, memory."""
