@@ -38,8 +38,9 @@ def _last_runs():
     for row in _rows("optimizer_2026-12-01.csv"):
         options = json.loads(row["options"])
         # Runs before the fifth held gradients into the next forward, or shared a detour between the lanes.
-        is_current = row["run"] == "5" or options.get("placement") in ("streamed", "host")
-        if row["system"] == "forebay" and is_current:
+        is_current = row["run"] in ("5", "7") or options.get("placement") in ("streamed", "host")
+        is_modelled = not options.keys() & {"state_dtype", "host_share", "graph", "early_updates"}
+        if row["system"] == "forebay" and is_current and is_modelled:
             found[row["tokens"], row["options"]] = (options, row)
     return list(found.values())
 
