@@ -10,6 +10,7 @@ import torch
 from tiny import assert_bitwise, build, train, weights
 
 import forebay
+from forebay.engine import measure
 from forebay.engine.sim import RaceError, SimEngine
 from forebay.host import kernels
 from forebay.optim import cost_model
@@ -157,7 +158,7 @@ class TestCalibration:
         assert engine.ledger.num_bytes() == 0
 
     def test_a_wait_left_out_is_noticed(self, monkeypatch):
-        monkeypatch.setattr(cost_model, "_finish", list.clear)
+        monkeypatch.setattr(measure, "finish", lambda ends: None)
         with pytest.raises(RaceError):
             cost_model.calibrate(SimEngine(0), **SMALL)
 

@@ -28,7 +28,7 @@ def test_everything_a_plan_needs_is_measured_and_can_be_read_back():
 def test_no_copy_or_update_races(seed, monkeypatch):
     # The simulator raises where two lanes touch the same memory unordered.
     monkeypatch.setattr(module, "COPY_MIB", (1,))
-    monkeypatch.setattr(module, "_REPEATS", 1)
+    monkeypatch.setattr(module, "_NUM_ROUNDS", 1)
     engine = SimEngine(seed=seed)
     calibrate(engine, scale=0.0005)
     engine.synchronize()

@@ -17,14 +17,13 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-import time
 import weakref
 from collections.abc import Sequence
 
 import torch
 
-from forebay.engine import Buffer, Engine, Event, Lane
-from forebay.host import kernels
+from forebay.engine import Engine, Lane
+from forebay.engine.measure import Copies, HostUpdate
 from forebay.optim.update_rule import UpdateRule
 
 
@@ -116,9 +115,7 @@ def best_host_share(element: ElementBytes, rates: Rates, *, overlap: bool = True
 NUM_ELEMENTS = 12 * 2**20 - 9 * 1024
 _COPY_BYTES = 64 * 2**20
 _NUM_COPIES = 4
-_REPEATS = 3
-_SLAB_BYTES = 2 + 2 + 4 + 4 + 2  # of an element: gradient, weight, moments and remainder
-_KERNEL_BYTES = 2 * _SLAB_BYTES - 2  # the gradient is only read
+_NUM_ROUNDS = 3
 
 _measured: weakref.WeakKeyDictionary[Engine, Rates] = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
@@ -128,86 +125,22 @@ def calibrate(engine: Engine, *, num_elements: int = NUM_ELEMENTS, copy_bytes: i
     """Measure the rates of this machine: copies each way and both ways, and the host kernel beside them.
 
     Takes about a second, blocks Python, and uses 2 x 64 MiB of pinned, 2 x 64 MiB of device and 170 MiB of pageable
-    memory meanwhile. The best of three runs counts. Other work on the machine at the same time falsifies it.
+    memory meanwhile. The best of three rounds counts. Other work on the machine at the same time falsifies it.
 
     Args:
         engine: of the device.
         num_elements: how many the host kernel updates.
         copy_bytes: size of a copy.
     """
-    host = [engine.empty_host(copy_bytes, "other") for _ in range(2)]
-    device = [engine.empty_device(copy_bytes, "staging") for _ in range(2)]
-    for buffer in host:
-        buffer.tensor.zero_()
-    ends: list[Event] = []
-
-    def copies(lanes: Sequence[Lane]) -> None:
-        # The allocator gave the device buffers to the compute lane, which may still use that memory for what it held
-        # before.
-        start = engine.record(Lane.COMPUTE)
-        for lane in lanes:
-            engine.wait(lane, start)
-        for _ in range(_NUM_COPIES):
-            for lane in lanes:
-                if lane is Lane.DOWN:
-                    engine.copy(lane, host[0].tensor, device[0].tensor)
-                else:
-                    engine.copy(lane, device[1].tensor, host[1].tensor)
-        ends.extend(engine.record(lane) for lane in lanes)
-
-    def seconds(lanes: Sequence[Lane]) -> float:
-        best = float("inf")
-        for _ in range(_REPEATS + 1):  # the first touches the memory
-            start = time.perf_counter()
-            copies(lanes)
-            _finish(ends)
-            best = min(best, time.perf_counter() - start)
-        return best
-
-    gigabytes = _NUM_COPIES * copy_bytes / 1e9
-    down, up = (gigabytes / seconds([lane]) for lane in (Lane.DOWN, Lane.UP))
-    both = gigabytes / seconds([Lane.DOWN, Lane.UP])
-    # Pageable, as the state of the host share is; from the engine, which checks and counts it.
-    slab = engine.empty_host(64 + _SLAB_BYTES * num_elements, "other", pinned=False)
-    slab.tensor.zero_()
-    task = _update_task(slab, num_elements)
-    busy_ns = []
-    for _ in range(_REPEATS + 1):
-        before = task.busy_ns
-        # Copies before and behind it in the order of enqueueing, so that they run for as long as the update does.
-        copies([Lane.DOWN, Lane.UP])
-        engine.host_task(task, writes=[slab.tensor])
-        copies([Lane.DOWN, Lane.UP])
-        ends.append(engine.record(Lane.HOST))
-        _finish(ends)
-        busy_ns.append(max(task.busy_ns - before, 1))
-    for buffer in (*host, *device, slab):
-        buffer.release()
-    return Rates(down, up, both, both, _KERNEL_BYTES * num_elements / min(busy_ns[1:]))
-
-
-def _finish(ends: list[Event]) -> None:
-    """Block until a run is over: it is what is timed, and the buffers are used again or released."""
-    for event in ends:
-        event.synchronize()
-    ends.clear()
-
-
-def _update_task(slab: Buffer, num_elements: int) -> kernels.UpdateTask:
-    """Return an update of bf16 weights with fp32 moments, all in ``slab``."""
-
-    def view(dtype: torch.dtype, start: int) -> torch.Tensor:
-        return slab.view(dtype, num_elements, 64 + start * num_elements)
-
-    segment = kernels.Segment(
-        step=slab.view(torch.float32, 1),
-        exp_avg=view(torch.float32, 0),
-        exp_avg_sq=view(torch.float32, 4),
-        grad=view(torch.bfloat16, 8),
-        param=view(torch.bfloat16, 10),
-        master=view(torch.int16, 12),
-    )
-    return kernels.UpdateTask("calibration", kernels.Algorithm.ADAMW, [segment], kernels.Hyper())
+    copies = Copies(engine, copy_bytes, _NUM_COPIES)
+    down, up = (copies.gbps([lane], _NUM_ROUNDS) for lane in (Lane.DOWN, Lane.UP))
+    both = copies.gbps([Lane.DOWN, Lane.UP], _NUM_ROUNDS)
+    update = HostUpdate(engine, num_elements)
+    # Twice as many copies as the update should take, so that they run until it is over.
+    host_gbps = update.gbps_beside(copies, 2 * _NUM_COPIES, _NUM_ROUNDS)
+    copies.release()
+    update.release()
+    return Rates(down, up, both, both, host_gbps)
 
 
 def calibrated(engine: Engine) -> Rates:

@@ -1,20 +1,17 @@
-"""Measuring a machine in under a minute: everything that a plan goes by, through the engine that training uses.
-
-Each figure is the best of a few repeats: what else runs on the machine can only lower it. Copies are timed from
-Python around whole batches, so that one synchronisation is shared by many.
-"""
+"""Measuring a machine in under a minute: everything that a plan goes by, through the engine that training uses."""
 
 from __future__ import annotations
 
 import datetime
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from forebay.engine import Buffer, Engine, Event, Lane
+from forebay.engine import Engine, Event, Lane
+from forebay.engine.measure import Copies, HostUpdate, best_seconds
 from forebay.host import affinity, cores_of_node, kernels
 from forebay.host.limits import available_host_memory, limits
 from forebay.plan.profile import Number, Profile, load, shipped
@@ -25,11 +22,9 @@ Progress = Callable[[str], None]
 COPY_MIB = (1, 4, 16, 64, 256)
 _PLANNED_MIB = 64  # forebay's chunks are 64 to 160 MiB
 _BATCH_BYTES = 512 * MIB
-_REPEATS = 3
+_NUM_ROUNDS = 3
 # Enough to outgrow every cache, and not a power of two long: see DEFAULT_CHUNK_ELEMENTS of the optimizer.
 _NUM_ELEMENTS = 24 * MIB - 9 * 1024
-_SLAB_BYTES = 2 + 2 + 4 + 4 + 2  # of an element: gradient, weight, moments and remainder
-_KERNEL_BYTES = 2 * _SLAB_BYTES - 2  # the gradient is only read
 
 
 def calibrate(engine: Engine, *, scale: float = 1.0, progress: Progress = lambda what: None) -> Profile:
@@ -65,9 +60,11 @@ def calibrate(engine: Engine, *, scale: float = 1.0, progress: Progress = lambda
     progress("host memory")
     bandwidth_bytes = int(256 * MIB * scale)
     put(
-        "host_memory_gbps", kernels.stream_bandwidth(bandwidth_bytes, "update", _REPEATS) / 1e9, "in place, all threads"
+        "host_memory_gbps",
+        kernels.stream_bandwidth(bandwidth_bytes, "update", _NUM_ROUNDS) / 1e9,
+        "in place, all threads",
     )
-    details["host_memory_copy_gbps"] = round(kernels.stream_bandwidth(bandwidth_bytes, "copy", _REPEATS) / 1e9, 1)
+    details["host_memory_copy_gbps"] = round(kernels.stream_bandwidth(bandwidth_bytes, "copy", _NUM_ROUNDS) / 1e9, 1)
     progress("host updates")
     num_elements = max(64 * 1024, int(_NUM_ELEMENTS * scale))
     with_copies_gbps, by_threads = _host_updates(engine, num_elements, max(MIB, int(_PLANNED_MIB * MIB * scale)))
@@ -102,17 +99,6 @@ def _device_bytes(engine: Engine) -> int:
     return available_host_memory()
 
 
-def _seconds(work: Callable[[], Sequence[Event]]) -> float:
-    """Return the least time of some runs of ``work``, which returns the events that end it."""
-    best = float("inf")
-    for _ in range(_REPEATS + 1):  # the first touches the memory
-        start = time.perf_counter()
-        for event in work():
-            event.synchronize()
-        best = min(best, time.perf_counter() - start)
-    return best
-
-
 def _pinned_allocation_gbps(engine: Engine, scale: float) -> float:
     num_bytes = int(1024 * MIB * scale)
     start = time.perf_counter()
@@ -122,103 +108,40 @@ def _pinned_allocation_gbps(engine: Engine, scale: float) -> float:
     return num_bytes / seconds / 1e9
 
 
-class _Copies:
-    """Buffers for copies of one size, and batches of them on one lane or both."""
-
-    def __init__(self, engine: Engine, num_bytes: int, batch_bytes: int) -> None:
-        self._engine = engine
-        self.count = max(2, batch_bytes // num_bytes)
-        self.batch_bytes = self.count * num_bytes
-        self._host = [engine.empty_host(num_bytes, "other") for _ in range(2)]
-        self._device = [engine.empty_device(num_bytes, "staging") for _ in range(2)]
-        for buffer in self._host:
-            buffer.tensor.zero_()
-
-    def enqueue(self, lanes: Sequence[Lane], count: int | None = None) -> list[Event]:
-        engine = self._engine
-        # The allocator gave the device buffers to the compute lane, which may still use that memory for what it held
-        # before: without this wait a copy could overwrite it.
-        start = engine.record(Lane.COMPUTE)
-        for lane in lanes:
-            engine.wait(lane, start)
-        for _ in range(count or self.count):
-            for lane in lanes:
-                if lane is Lane.DOWN:
-                    engine.copy(lane, self._host[0].tensor, self._device[0].tensor)
-                else:
-                    engine.copy(lane, self._device[1].tensor, self._host[1].tensor)
-        return [engine.record(lane) for lane in lanes]
-
-    def gbps(self, lanes: Sequence[Lane]) -> float:
-        return float(f"{self.batch_bytes / 1e9 / _seconds(lambda: self.enqueue(lanes)):.4g}")
-
-    def release(self) -> None:
-        for buffer in (*self._host, *self._device):
-            buffer.release()
-
-
 def _copy_curves(engine: Engine, scale: float) -> dict[str, dict[int, float]]:
     """Return GB/s by size in MiB: each way alone, and each way while both run."""
     curves: dict[str, dict[int, float]] = {name: {} for name in ("down", "up", "down_both", "up_both")}
     for mib in COPY_MIB:
-        copies = _Copies(engine, max(4096, int(mib * MIB * scale)), int(_BATCH_BYTES * scale))
-        curves["down"][mib] = copies.gbps([Lane.DOWN])
-        curves["up"][mib] = copies.gbps([Lane.UP])
-        curves["down_both"][mib] = curves["up_both"][mib] = copies.gbps([Lane.DOWN, Lane.UP])
+        num_bytes = max(4096, int(mib * MIB * scale))
+        copies = Copies(engine, num_bytes, max(2, int(_BATCH_BYTES * scale) // num_bytes))
+        curves["down"][mib] = _rounded(copies.gbps([Lane.DOWN], _NUM_ROUNDS))
+        curves["up"][mib] = _rounded(copies.gbps([Lane.UP], _NUM_ROUNDS))
+        curves["down_both"][mib] = curves["up_both"][mib] = _rounded(copies.gbps([Lane.DOWN, Lane.UP], _NUM_ROUNDS))
         copies.release()
     return curves
 
 
+def _rounded(value: float) -> float:
+    return float(f"{value:.4g}")
+
+
 def _host_updates(engine: Engine, num_elements: int, copy_bytes: int) -> tuple[float, dict[int, float]]:
     """Return GB/s of the host kernel beside copies, and Gparam/s by threads without them."""
-    # Pageable, as the state of the host share is; from the engine, which checks and counts it.
-    slab = engine.empty_host(64 + _SLAB_BYTES * num_elements, "other", pinned=False)
-    slab.tensor.zero_()
-    task = _update_task(slab, num_elements)
-
-    def update_ns() -> int:
-        before = task.busy_ns
-        engine.host_task(task, writes=[slab.tensor])
-        # The next run works on the same memory, and its time is read right after.
-        engine.record(Lane.HOST).synchronize()
-        return max(task.busy_ns - before, 1)
-
+    update = HostUpdate(engine, num_elements)
     by_threads = {}
     most = kernels.num_threads()
     for threads in sorted({1, 2, 4, 8, 16, 32, 64, most}):
         if threads <= most:
             kernels.set_num_threads(threads)
-            by_threads[threads] = round(num_elements / min(update_ns() for _ in range(_REPEATS + 1)), 3)
+            by_threads[threads] = round(update.gparam_per_s(_NUM_ROUNDS), 3)
     kernels.set_num_threads(None)
-    copies = _Copies(engine, copy_bytes, 4 * copy_bytes)
     # Twice the time of the update on either lane, so that copies run until it is over.
     count = max(4, int(2 * num_elements / by_threads[most] / 1e9 * 50e9 / copy_bytes))
-    busy_ns = []
-    for _ in range(_REPEATS + 1):
-        ends = copies.enqueue([Lane.DOWN, Lane.UP], count)
-        busy_ns.append(update_ns())
-        for event in ends:
-            event.synchronize()
+    copies = Copies(engine, copy_bytes, count)
+    with_copies_gbps = update.gbps_beside(copies, count, _NUM_ROUNDS)
     copies.release()
-    slab.release()
-    return _KERNEL_BYTES * num_elements / min(busy_ns[1:]), by_threads
-
-
-def _update_task(slab: Buffer, num_elements: int) -> kernels.UpdateTask:
-    """Return an update of bf16 weights with fp32 moments, all in ``slab``."""
-
-    def view(dtype: torch.dtype, start: int) -> torch.Tensor:
-        return slab.view(dtype, num_elements, 64 + start * num_elements)
-
-    segment = kernels.Segment(
-        step=slab.view(torch.float32, 1),
-        exp_avg=view(torch.float32, 0),
-        exp_avg_sq=view(torch.float32, 4),
-        grad=view(torch.bfloat16, 8),
-        param=view(torch.bfloat16, 10),
-        master=view(torch.int16, 12),
-    )
-    return kernels.UpdateTask("calibration", kernels.Algorithm.ADAMW, [segment], kernels.Hyper())
+    update.release()
+    return with_copies_gbps, by_threads
 
 
 def _matmul_tflops(engine: Engine, scale: float) -> float:
@@ -232,7 +155,7 @@ def _matmul_tflops(engine: Engine, scale: float) -> float:
             torch.mm(left, right)
         return [engine.record(Lane.COMPUTE)]
 
-    return 2 * size**3 * count / _seconds(work) / 1e12
+    return 2 * size**3 * count / best_seconds(work, _NUM_ROUNDS) / 1e12
 
 
 def _device_memory_gbps(engine: Engine, scale: float) -> float:
@@ -244,7 +167,7 @@ def _device_memory_gbps(engine: Engine, scale: float) -> float:
             destination.copy_(source)
         return [engine.record(Lane.COMPUTE)]
 
-    return 8 * source.numel() / _seconds(work) / 1e9
+    return 8 * source.numel() / best_seconds(work, _NUM_ROUNDS) / 1e9
 
 
 def _numa() -> dict[str, int]:

@@ -7,14 +7,12 @@ come near these rates and not pass them by more than noise.
 from __future__ import annotations
 
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 from forebay.engine import Engine, Lane, get_engine
-from forebay.host import kernels
+from forebay.engine.measure import Copies, HostUpdate
 from forebay.report.points import write_json
 
 _NUM_ROUNDS = 5
@@ -29,52 +27,13 @@ def measure_ceilings(engine: Engine, dtype: torch.dtype) -> dict[str, float]:
         engine: whose device and host are measured.
         dtype: of weights and gradients.
     """
-    num_bytes = _COPY_BYTES[engine.kind]
-    host = engine.empty_host(num_bytes, "other")
-    device = engine.empty_device(num_bytes, "other")
-
-    def copy(lane: Lane) -> None:
-        pair = (host.tensor, device.tensor) if lane is Lane.DOWN else (device.tensor, host.tensor)
-        # What the rounds before and the allocation left to do is not this copy's.
-        engine.wait(lane, engine.record(Lane.COMPUTE))
-        engine.copy(lane, *pair)
-        engine.wait(Lane.COMPUTE, engine.record(lane))
-        engine.synchronize()
-
-    result = {
-        "down_gbps": num_bytes / _seconds(lambda: copy(Lane.DOWN)) / 1e9,
-        "up_gbps": num_bytes / _seconds(lambda: copy(Lane.UP)) / 1e9,
-    }
-    host.release()
-    device.release()
-    num_elements = _UPDATE_ELEMENTS[engine.kind]
-    task = _update_task(num_elements, dtype)
-    result["update_gparams"] = num_elements / _seconds(task.run) / 1e9
-    task.raise_for_status()
+    copies = Copies(engine, _COPY_BYTES[engine.kind], 2)
+    result = {f"{lane.value}_gbps": copies.gbps([lane], _NUM_ROUNDS) for lane in (Lane.DOWN, Lane.UP)}
+    copies.release()
+    update = HostUpdate(engine, _UPDATE_ELEMENTS[engine.kind], dtype)
+    result["update_gparams"] = update.gparam_per_s(_NUM_ROUNDS)
+    update.release()
     return result
-
-
-def _update_task(num_elements: int, dtype: torch.dtype) -> kernels.UpdateTask:
-    masters = {torch.bfloat16: torch.int16, torch.float16: torch.float32}
-    segment = kernels.Segment(
-        grad=torch.full((num_elements,), 1e-3, dtype=dtype),
-        param=torch.full((num_elements,), 0.5, dtype=dtype),
-        exp_avg=torch.zeros(num_elements),
-        exp_avg_sq=torch.zeros(num_elements),
-        step=torch.zeros(1),
-        master=torch.zeros(num_elements, dtype=masters[dtype]) if dtype in masters else None,
-    )
-    return kernels.UpdateTask("calibration", kernels.Algorithm.ADAMW, [segment], kernels.Hyper(lr=1e-3))
-
-
-def _seconds(work: Callable[[], object]) -> float:
-    work()  # touches the memory
-    times = []
-    for _ in range(_NUM_ROUNDS):
-        begin = time.perf_counter()
-        work()
-        times.append(time.perf_counter() - begin)
-    return min(times)
 
 
 def main(argv: list[str]) -> int:
