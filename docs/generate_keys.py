@@ -6,20 +6,17 @@ python docs/generate_keys.py --check  exits with 1 if they are not current
 
 from __future__ import annotations
 
-import argparse
 import ast
 import dataclasses
 import inspect
 import sys
-from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
+
+from generated import main
 
 from forebay.config import keys, schema
 from forebay.config.yaml_format import format_scalar
 
-PAGE = Path(__file__).with_name("configuration.md")
-BEGIN = "<!-- keys: written by docs/generate_keys.py -->"
-END = "<!-- end of keys -->"
 _TYPE_NAMES = {int: "whole number", float: "number", str: "text", bool: "True, False", type(None): "null"}
 
 
@@ -70,29 +67,5 @@ def tables() -> str:
     return "\n".join(lines)
 
 
-def page(old: str) -> str:
-    """Return the page with the tables of now between the two marks."""
-    before, _, rest = old.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not end:
-        raise ValueError(f"{PAGE}: the lines {BEGIN!r} and {END!r} must be there, in this order")
-    return f"{before}{BEGIN}\n\n{tables()}\n{END}{after}"
-
-
-def main() -> int:
-    """Write the page, or check it."""
-    parser = argparse.ArgumentParser(description="Write the tables of configuration keys into docs/configuration.md.")
-    parser.add_argument("--check", action="store_true", help="only say whether the page is current")
-    arguments = parser.parse_args()
-    old = PAGE.read_text(encoding="utf-8")
-    new = page(old)
-    if arguments.check:
-        if new != old:
-            print(f"{PAGE} is not current; run python docs/generate_keys.py", file=sys.stderr)
-        return int(new != old)
-    PAGE.write_text(new, encoding="utf-8")
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(__file__, "configuration.md", "keys", tables()))

@@ -6,15 +6,11 @@ python docs/generate_rules.py --check  exits with 1 if it is not current
 
 from __future__ import annotations
 
-import argparse
 import sys
-from pathlib import Path
+
+from generated import main
 
 from forebay.config.rule_table import RULES
-
-PAGE = Path(__file__).with_name("rules.md")
-BEGIN = "<!-- rules: written by docs/generate_rules.py -->"
-END = "<!-- end of rules -->"
 
 
 def cell(text: str) -> str:
@@ -31,29 +27,5 @@ def table() -> str:
     return "\n".join(lines)
 
 
-def page(old: str) -> str:
-    """Return the page with the table of now between the two marks."""
-    before, _, rest = old.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not end:
-        raise ValueError(f"{PAGE}: the lines {BEGIN!r} and {END!r} must be there, in this order")
-    return f"{before}{BEGIN}\n\n{table()}\n\n{END}{after}"
-
-
-def main() -> int:
-    """Write the page, or check it."""
-    parser = argparse.ArgumentParser(description="Write the table of rules into docs/rules.md.")
-    parser.add_argument("--check", action="store_true", help="only say whether the page is current")
-    arguments = parser.parse_args()
-    old = PAGE.read_text(encoding="utf-8")
-    new = page(old)
-    if arguments.check:
-        if new != old:
-            print(f"{PAGE} is not current; run python docs/generate_rules.py", file=sys.stderr)
-        return int(new != old)
-    PAGE.write_text(new, encoding="utf-8")
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(__file__, "rules.md", "rules", table()))
