@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from forebay.host import kernels
 from forebay.optim import device_update, low_precision
-from forebay.optim.chunk_state import ChunkState, flat
 from forebay.optim.device_update import GroupValues, StepScalars
-from forebay.optim.layout import Chunk, Segment
+from forebay.optim.kernel_rule import KernelRule
+from forebay.optim.layout import Segment
 from forebay.optim.low_precision import MOMENTS, Noise
-from forebay.optim.update_rule import Field, KernelRule, StepContext, master_field
-
-if TYPE_CHECKING:
-    from forebay.engine import Engine
+from forebay.optim.update_rule import Field, StepContext, master_field
 
 
 class AdamWRule(KernelRule):
@@ -32,9 +29,9 @@ class AdamWRule(KernelRule):
     is_capturable = True
 
     def __init__(self, device: torch.device, state_dtype: str = "fp32") -> None:
+        super().__init__()
         self._state_dtype = state_dtype
         self.host_algorithm = None if state_dtype == "8bit" else kernels.Algorithm.ADAMW
-        self._segments: list[Segment] = []
         self._scalars = StepScalars(device, stochastic=state_dtype != "fp32")
         self._values: list[GroupValues] = []
         self._captured_values: list[GroupValues] = []
@@ -47,12 +44,8 @@ class AdamWRule(KernelRule):
             **low_precision.scale_fields(self._state_dtype),
         }
 
-    def register(self, chunk: Chunk) -> int:
-        """See :meth:`UpdateRule.register`."""
-        first_row = len(self._segments)
-        self._segments += chunk.segments
-        self._scalars.extend([(segment.param, segment.start >> 32) for segment in chunk.segments])
-        return first_row
+    def _add_rows(self, segments: Sequence[Segment]) -> None:
+        self._scalars.extend([(segment.param, segment.start >> 32) for segment in segments])
 
     def begin_step(self, context: StepContext) -> bool:
         """See :meth:`UpdateRule.begin_step`."""
@@ -89,25 +82,25 @@ class AdamWRule(KernelRule):
         if self._segments:
             self._scalars.before_launch([self._row_inputs(segment, group_of) for segment in self._segments])
 
-    def update(self, state: ChunkState, region: torch.Tensor, context: StepContext, engine: Engine) -> None:
-        """See :meth:`UpdateRule.update`."""
-        segments = zip(state.chunk.segments, state.segment_fields(region), strict=True)
-        for row, (segment, fields) in enumerate(segments, state.first_row):
-            grad = context.grads[segment.param]
-            if grad is None:
-                continue
-            weight = flat(context.params[segment.param], segment)
-            engine.declare("AdamW on the device", reads=[grad], writes=[weight, *fields.values()])
-            device_update.adamw(
-                weight,
-                grad[segment.start : segment.stop],
-                fields,
-                self._scalars.rows[row],
-                self._values[context.group_of[segment.param]],
-                context.grad_scale,
-                context.skip,
-                Noise(self._scalars.keys[row], segment.start) if self._state_dtype != "fp32" else None,
-            )
+    def _update_segment(
+        self,
+        row: int,
+        segment: Segment,
+        weight: torch.Tensor,
+        grad: torch.Tensor,
+        fields: dict[str, torch.Tensor],
+        context: StepContext,
+    ) -> None:
+        device_update.adamw(
+            weight,
+            grad,
+            fields,
+            self._scalars.rows[row],
+            self._values[context.group_of[segment.param]],
+            context.grad_scale,
+            context.skip,
+            Noise(self._scalars.keys[row], segment.start) if self._state_dtype != "fp32" else None,
+        )
 
     def set_hyper(self, hyper: kernels.Hyper, group: Mapping[str, Any]) -> None:
         """See :meth:`KernelRule.set_hyper`."""

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 import torch
 
-from forebay.optim.device_update import read_master, restored_if, write_master
+from forebay.optim.device_update import read_master, restored_if, to_descend, write_master
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,11 +63,7 @@ def momentum(
 
         triton_momentum.momentum(weight, grad, fields, moment, step, values, grad_scale, skip)
         return
-    g = grad.to(torch.float32)
-    if grad_scale is not None:
-        g = g * grad_scale
-    if values.maximize:
-        g = -g
+    g = to_descend(grad, grad_scale, maximize=values.maximize)
     value = read_master(weight, fields)
     if values.is_lion:
         assert moment is not None

@@ -160,11 +160,7 @@ def adamw(
 
         triton_update.adamw(weight, grad, fields, row, values, grad_scale, skip, noise)
         return
-    g = grad.to(torch.float32)
-    if grad_scale is not None:
-        g = g * grad_scale
-    if values.maximize:
-        g = -g
+    g = to_descend(grad, grad_scale, maximize=values.maximize)
     decay, step_size, inverse_sqrt_correction2 = row.unbind()
     exp_avg, exp_avg_sq = load_moment(fields, "exp_avg"), load_moment(fields, "exp_avg_sq")
     value = read_master(weight, fields) * decay
@@ -179,6 +175,14 @@ def adamw(
         store_moment(fields, "exp_avg", new_avg, None if bits is None else bits >> 16)
         store_moment(fields, "exp_avg_sq", new_avg_sq, None if bits is None else bits & 0xFFFF)
         write_master(weight, fields, value)
+
+
+def to_descend(grad: torch.Tensor, grad_scale: torch.Tensor | None, *, maximize: bool) -> torch.Tensor:
+    """Return a gradient in fp32, scaled, and turned around if it is to be climbed."""
+    g = grad.to(torch.float32)
+    if grad_scale is not None:
+        g = g * grad_scale
+    return -g if maximize else g
 
 
 @contextlib.contextmanager

@@ -18,7 +18,8 @@ from typing import Any
 from forebay.engine import Engine, Event, Lane
 from forebay.host import kernels
 from forebay.optim.host_chunk import Controls, HostChunk
-from forebay.optim.update_rule import KernelRule, StepContext, UpdateRule
+from forebay.optim.kernel_rule import kernel_rule
+from forebay.optim.update_rule import StepContext, UpdateRule
 
 # Early updates that are not used cost memory bandwidth. After one was made in vain, this many steps at most pass
 # without any, twice as many each time.
@@ -53,11 +54,6 @@ class EarlyUpdates:
         self._is_stopped = False
         self._paused_steps = self._last_pause = 0
 
-    @property
-    def _kernel_rule(self) -> KernelRule:
-        assert isinstance(self._rule, KernelRule), "Options.host_share_of refuses others"
-        return self._rule
-
     def stop(self) -> None:
         """Make no more of them."""
         self._is_stopped = True
@@ -87,7 +83,7 @@ class EarlyUpdates:
             hypers = self._hypers[self._phase]
             hypers += [kernels.Hyper() for _ in self._groups[len(hypers) :]]
             for hyper, group in zip(hypers, self._groups, strict=True):
-                self._kernel_rule.set_hyper(hyper, group)
+                kernel_rule(self._rule).set_hyper(hyper, group)
             self._begun = True
         return self._begun
 
@@ -160,7 +156,7 @@ class EarlyUpdates:
         # With a parameter that is not updated the spare would miss what belongs to it.
         all_active = (True,) * len(chunk.state.chunk.segments)
         return chunk.task(
-            self._kernel_rule,
+            kernel_rule(self._rule),
             self._hypers[self._phase],
             self._group_of,
             all_active,

@@ -11,8 +11,8 @@ import torch
 from forebay.engine import Event
 from forebay.host import kernels
 from forebay.optim.chunk_state import ChunkState
+from forebay.optim.kernel_rule import KernelRule
 from forebay.optim.layout import Chunk, Segment
-from forebay.optim.update_rule import KernelRule
 
 # Scale and skip flag of a step, fp32 (1,) on the host; None for 1 and for never.
 Controls = tuple[torch.Tensor | None, torch.Tensor | None]

@@ -20,10 +20,11 @@ from forebay.optim.chunk_state import ChunkState, flat, region_bytes
 from forebay.optim.early_updates import EarlyUpdates
 from forebay.optim.graph_hypers import GraphHypers
 from forebay.optim.host_chunk import Controls, HostChunk, StateCopy, segment_views
+from forebay.optim.kernel_rule import kernel_rule
 from forebay.optim.layout import Chunk, Segment
 from forebay.optim.shares import Share, is_active
 from forebay.optim.spares import weight_bytes
-from forebay.optim.update_rule import KernelRule, StepContext, UpdateRule
+from forebay.optim.update_rule import StepContext, UpdateRule
 
 # Two sets of hyperparameters: Python fills one while the tasks of the step before still read the other. And one for
 # the step in a CUDA graph, whose launches come one after the other.
@@ -59,7 +60,7 @@ class HostShare(Share):
         self._all_sent: Event | None = None
         self._host_chunks: list[HostChunk] = []
         self._controls: list[torch.Tensor] = []
-        self._hypers: list[list[kernels.Hyper]] = [[] for _ in range(_NUM_PHASES + 1)]
+        self._hypers: list[list[kernels.Hyper]] = [[] for _ in range(_NUM_PHASES)]
         self._phase_done: list[Event | None] = [None] * _NUM_PHASES
         self._num_steps = 0
         self._early = EarlyUpdates(engine, rule)
@@ -123,22 +124,17 @@ class HostShare(Share):
             self._places.setdefault(segment.param, []).append((host_chunk, segment, offset))
         return host_chunk
 
-    @property
-    def _kernel_rule(self) -> KernelRule:
-        assert isinstance(self.rule, KernelRule), "Options.host_share_of refuses others"
-        return self.rule
-
     def kept(self, number: int, index: int) -> tuple[str, ...] | None:
         """See :meth:`Share.kept`; the host kernel counts by itself."""
         return self.rule.moments if self._host_chunks[number].current.steps[index] != 0 else None
 
     def scalars(self, number: int, index: int) -> dict[str, Any]:
         """See :meth:`Share.scalars`."""
-        return self._kernel_rule.entry_of(self._host_chunks[number].current.steps[index].clone())
+        return kernel_rule(self.rule).entry_of(self._host_chunks[number].current.steps[index].clone())
 
     def set_scalars(self, number: int, index: int, values: Mapping[str, Any] | None) -> None:
         """See :meth:`Share.set_scalars`."""
-        step = 0.0 if values is None else self._kernel_rule.step_in(values)
+        step = 0.0 if values is None else kernel_rule(self.rule).step_in(values)
         self._host_chunks[number].current.steps[index] = step
 
     def refresh(self, numbers: set[int], params: Sequence[torch.Tensor]) -> None:
@@ -188,7 +184,7 @@ class HostShare(Share):
         settled = [chunk for chunk in active if self._early.settle(chunk, context, hypers, controls)]
         others = [chunk for chunk in active if chunk not in settled]
         for chunk in others:
-            self._update_in_place(chunk, context, hypers, controls, self._hyper_memory(phase))
+            self._update_in_place(chunk, context, hypers, controls)
         self._updated = settled + others
         if not context.capturing:
             self._phase_done[phase] = engine.record(Lane.HOST)
@@ -298,26 +294,22 @@ class HostShare(Share):
         if self._graph_hypers is not None:
             hypers = [kernels.Hyper() for _ in groups]
             for hyper, group in zip(hypers, groups, strict=True):
-                self._kernel_rule.set_hyper(hyper, group)
+                kernel_rule(self.rule).set_hyper(hyper, group)
             self._graph_hypers.write(hypers)
 
     def _set_hypers(self, context: StepContext, phase: int) -> list[kernels.Hyper]:
+        assert self._graph_hypers is not None
         if context.capturing:
-            assert self._graph_hypers is not None
             self._graph_hypers.send()
             return self._graph_hypers.hypers
-        assert self._graph_hypers is not None
         if len(self._graph_hypers.hypers) < len(context.groups):
             self._old_graph_hypers.append(self._graph_hypers)
             self._graph_hypers = GraphHypers(self.engine, len(context.groups), pinned=self._pinned)
         hypers = self._hypers[phase]
         hypers += [kernels.Hyper() for _ in context.groups[len(hypers) :]]
         for hyper, group in zip(hypers, context.groups, strict=True):
-            self._kernel_rule.set_hyper(hyper, group)
+            kernel_rule(self.rule).set_hyper(hyper, group)
         return hypers
-
-    def _hyper_memory(self, phase: int) -> list[torch.Tensor]:
-        return [self._graph_hypers.memory] if phase == _GRAPH_PHASE and self._graph_hypers is not None else []
 
     def _send_controls(self, context: StepContext, phase: int) -> Controls:
         def send(source: torch.Tensor | None, target: torch.Tensor) -> torch.Tensor | None:
@@ -335,12 +327,17 @@ class HostShare(Share):
         context: StepContext,
         hypers: Sequence[kernels.Hyper],
         controls: Controls,
-        hyper_memory: Sequence[torch.Tensor],
     ) -> None:
         active = tuple(context.grads[segment.param] is not None for segment in chunk.state.chunk.segments)
-        task = chunk.task(self._kernel_rule, hypers, context.group_of, active, target=chunk.current, controls=controls)
-        given = [control for control in controls if control is not None]
-        self.engine.host_task(task, reads=[chunk.grads, *given, *hyper_memory], writes=chunk.current.tensors)
+        task = chunk.task(
+            kernel_rule(self.rule), hypers, context.group_of, active, target=chunk.current, controls=controls
+        )
+        reads = [chunk.grads, *(control for control in controls if control is not None)]
+        if context.capturing:
+            # The hyperparameters of a launch are copied down in the launch itself.
+            assert self._graph_hypers is not None
+            reads.append(self._graph_hypers.memory)
+        self.engine.host_task(task, reads=reads, writes=chunk.current.tensors)
         chunk.updated = self.engine.record(Lane.HOST)
 
     def check_tasks(self) -> None:

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
 from forebay.host import kernels
-from forebay.optim.chunk_state import ChunkState, flat
 from forebay.optim.device_momentum import MomentumValues, momentum
-from forebay.optim.layout import Chunk, Segment
-from forebay.optim.update_rule import Field, KernelRule, StepContext, master_field
-
-if TYPE_CHECKING:
-    from forebay.engine import Engine
+from forebay.optim.kernel_rule import KernelRule
+from forebay.optim.layout import Segment
+from forebay.optim.update_rule import Field, StepContext, master_field
 
 
 class MomentumRule(KernelRule):
@@ -27,11 +24,11 @@ class MomentumRule(KernelRule):
     """
 
     def __init__(self, *, is_lion: bool, has_moment: bool, device: torch.device) -> None:
+        super().__init__()
         self.name = "Lion" if is_lion else "SGD"
         self.host_algorithm = kernels.Algorithm.LION if is_lion else kernels.Algorithm.SGD
         self._is_lion = is_lion
         self._moment = ("exp_avg" if is_lion else "momentum_buffer") if has_moment else None
-        self._segments: list[Segment] = []
         self._steps = torch.zeros(0, device=device)
         self._active: torch.Tensor | None = None
         self._last_active: list[bool] = []
@@ -41,12 +38,8 @@ class MomentumRule(KernelRule):
         """See :meth:`UpdateRule.fields`."""
         return {**({} if self._moment is None else {self._moment: Field(torch.float32)}), **master_field(param_dtype)}
 
-    def register(self, chunk: Chunk) -> int:
-        """See :meth:`UpdateRule.register`."""
-        first_row = len(self._segments)
-        self._segments += chunk.segments
-        self._steps = torch.cat((self._steps, self._steps.new_zeros(len(chunk.segments))))
-        return first_row
+    def _add_rows(self, segments: Sequence[Segment]) -> None:
+        self._steps = torch.cat((self._steps, self._steps.new_zeros(len(segments))))
 
     def begin_step(self, context: StepContext) -> bool:
         """See :meth:`UpdateRule.begin_step`."""
@@ -65,25 +58,25 @@ class MomentumRule(KernelRule):
             maximize=bool(group["maximize"]),
         )
 
-    def update(self, state: ChunkState, region: torch.Tensor, context: StepContext, engine: Engine) -> None:
-        """See :meth:`UpdateRule.update`."""
-        segments = zip(state.chunk.segments, state.segment_fields(region), strict=True)
-        for row, (segment, fields) in enumerate(segments, state.first_row):
-            grad = context.grads[segment.param]
-            if grad is None:
-                continue
-            weight = flat(context.params[segment.param], segment)
-            engine.declare(f"{self.name} on the device", reads=[grad], writes=[weight, *fields.values()])
-            momentum(
-                weight,
-                grad[segment.start : segment.stop],
-                {name: field for name, field in fields.items() if name != self._moment},
-                fields[self._moment] if self._moment is not None else None,
-                self._steps[row],
-                self._values[context.group_of[segment.param]],
-                context.grad_scale,
-                context.skip,
-            )
+    def _update_segment(
+        self,
+        row: int,
+        segment: Segment,
+        weight: torch.Tensor,
+        grad: torch.Tensor,
+        fields: dict[str, torch.Tensor],
+        context: StepContext,
+    ) -> None:
+        momentum(
+            weight,
+            grad,
+            {name: field for name, field in fields.items() if name != self._moment},
+            fields[self._moment] if self._moment is not None else None,
+            self._steps[row],
+            self._values[context.group_of[segment.param]],
+            context.grad_scale,
+            context.skip,
+        )
 
     def end_step(self, context: StepContext) -> None:
         """See :meth:`UpdateRule.end_step`."""

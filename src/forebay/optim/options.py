@@ -13,10 +13,11 @@ from forebay.optim.adamw_rule import AdamWRule
 from forebay.optim.chunk_state import region_bytes
 from forebay.optim.graph_hypers import GRAPH_HYPERS_BYTES
 from forebay.optim.host_share import CONTROL_BYTES
+from forebay.optim.kernel_rule import KernelRule
 from forebay.optim.layout import Chunk, ParamSpec, Placement
 from forebay.optim.low_precision import STATE_DTYPES
 from forebay.optim.spares import weight_bytes, with_spares
-from forebay.optim.update_rule import KernelRule, UpdateRule
+from forebay.optim.update_rule import UpdateRule
 
 PLACEMENTS = ("auto", "streamed", "host")
 # About 16 Mi elements: a chunk of bf16 parameters has 160 MiB of state, which copies at full speed. Not a power

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from forebay.host import kernels
 from forebay.optim.layout import ALIGNMENT, Chunk
 
 if TYPE_CHECKING:
@@ -154,44 +153,3 @@ class UpdateRule(abc.ABC):
             fields[name].zero_()
         else:
             fields[name].copy_(values)
-
-
-class KernelRule(UpdateRule):
-    """A rule with arithmetic of forebay's own, the same on the device and in the host kernel.
-
-    All that a segment has beside its fields is the number of its updates.
-
-    Attributes:
-        host_algorithm: the host kernel; None if the state is of a kind that it does not take.
-    """
-
-    host_algorithm: kernels.Algorithm | None
-
-    @abc.abstractmethod
-    def set_hyper(self, hyper: kernels.Hyper, group: Mapping[str, Any]) -> None:
-        """Write a group's hyperparameters to where the host kernel reads them."""
-
-    @property
-    @abc.abstractmethod
-    def steps(self) -> torch.Tensor:
-        """The number of updates of each segment, by row, fp32 on the device."""
-
-    @abc.abstractmethod
-    def entry_of(self, step: torch.Tensor) -> dict[str, Any]:
-        """Return what a state dict says of a segment with so many updates, beside its moments."""
-
-    @abc.abstractmethod
-    def step_in(self, entry: Mapping[str, Any]) -> float:
-        """Return the number of updates that an entry of a state dict stands for."""
-
-    def kept(self, row: int) -> tuple[str, ...] | None:
-        """See :meth:`UpdateRule.kept`."""
-        return self.moments if self.steps[row] != 0 else None
-
-    def scalars(self, row: int) -> dict[str, Any]:
-        """See :meth:`UpdateRule.scalars`."""
-        return self.entry_of(self.steps[row].cpu())
-
-    def set_scalars(self, row: int, values: Mapping[str, Any] | None) -> None:
-        """See :meth:`UpdateRule.set_scalars`."""
-        self.steps[row] = 0.0 if values is None else self.step_in(values)
