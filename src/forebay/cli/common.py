@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,19 @@ def show(arguments: argparse.Namespace, result: dict[str, Any], lines: Sequence[
         print(*lines, sep="\n")
 
 
+def check_step_counts(arguments: argparse.Namespace) -> None:
+    """Raise ValueError unless ``--steps`` and ``--timed-steps`` are positive."""
+    for option, value in (("--steps", arguments.steps), ("--timed-steps", arguments.timed_steps)):
+        if value < 1:
+            raise ValueError(f"{option} {value}: must be at least 1")
+
+
+def progress(arguments: argparse.Namespace) -> Callable[[str], None]:
+    """Return what prints a line about the progress, on standard error, unless the user wants none."""
+    is_silent = arguments.json or arguments.quiet
+    return lambda line: None if is_silent else print(line, file=sys.stderr, flush=True)
+
+
 def refuse_auto(config: Config) -> None:
     """Raise ValueError if the fraction is still to be chosen: runs that are compared must be the same each time."""
     if config.optimizer.optimizer_offload_fraction == "auto":
@@ -48,4 +62,12 @@ def refuse_auto(config: Config) -> None:
         )
 
 
-__all__ = ["add_output_arguments", "add_recipe_arguments", "output_folder", "refuse_auto", "show"]
+__all__ = [
+    "add_output_arguments",
+    "add_recipe_arguments",
+    "check_step_counts",
+    "output_folder",
+    "progress",
+    "refuse_auto",
+    "show",
+]

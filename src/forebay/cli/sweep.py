@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import sys
 
 from forebay.cli import common
 
@@ -27,9 +26,7 @@ def run(arguments: argparse.Namespace) -> int:
     from forebay.report.sweep import parse_fractions
 
     fractions = parse_fractions(arguments.fractions)
-    for option, value in (("--steps", arguments.steps), ("--timed-steps", arguments.timed_steps)):
-        if value < 1:
-            raise ValueError(f"{option} {value}: must be at least 1")
+    common.check_step_counts(arguments)
     resolve(arguments.recipe, arguments.words)  # a mistake is told before anything is run
     for word in arguments.words:
         if word.startswith("optimizer.optimizer_offload_fraction="):
@@ -44,7 +41,6 @@ def run(arguments: argparse.Namespace) -> int:
     from forebay.report.sweep import as_json, sweep, table
 
     folder = common.output_folder(arguments, "sweep")
-    is_silent = arguments.json or arguments.quiet
     found = sweep(
         arguments.recipe,
         arguments.words,
@@ -52,7 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
         folder,
         num_steps=arguments.steps,
         num_timed_steps=arguments.timed_steps,
-        say=lambda line: None if is_silent else print(line, file=sys.stderr, flush=True),
+        say=common.progress(arguments),
     )
     figures = draw(found)
     for name, files in figures.items():

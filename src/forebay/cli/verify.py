@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 
 from forebay.cli import common
 
@@ -28,9 +27,7 @@ def run(arguments: argparse.Namespace) -> int:
     from forebay.config.resolve import resolve
     from forebay.config.rules import validate
 
-    for option, value in (("--steps", arguments.steps), ("--timed-steps", arguments.timed_steps)):
-        if value < 1:
-            raise ValueError(f"{option} {value}: must be at least 1")
+    common.check_step_counts(arguments)
     resolved = resolve(arguments.recipe, arguments.words)
     validate(resolved.config, sources=resolved.sources)
     common.refuse_auto(resolved.config)
@@ -44,7 +41,6 @@ def run(arguments: argparse.Namespace) -> int:
             "optimizer.optimizer_offload_fraction=1.0"
         )
     folder = common.output_folder(arguments, "verify")
-    is_silent = arguments.json or arguments.quiet
     verification = verify(
         arguments.recipe,
         arguments.words,
@@ -54,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
         num_timed_steps=arguments.timed_steps,
         deterministic=not arguments.nondeterministic,
         max_slowdown=arguments.max_slowdown,
-        say=lambda line: None if is_silent else print(line, file=sys.stderr, flush=True),
+        say=common.progress(arguments),
     )
     data = card(verification, arguments.recipe, arguments.words)
     write_card(folder, data)
