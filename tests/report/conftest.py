@@ -6,16 +6,7 @@ from forebay.report import points, worker
 
 
 @pytest.fixture
-def one_thread():
-    """Tiny models: sharing their work among threads costs more than the work."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture
-def in_process(monkeypatch, one_thread):
+def in_process(monkeypatch):
     """Lets points be measured in this process, which takes milliseconds rather than seconds."""
 
     def run(command, **options):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 
 import torch
 from torch import nn
@@ -80,3 +81,20 @@ def assert_bitwise(actual: dict[str, torch.Tensor], expected: dict[str, torch.Te
     assert actual.keys() == expected.keys()
     for name, value in expected.items():
         assert torch.equal(actual[name], value), f"{name} differs"
+
+
+def assert_nonfinite_step_changes_nothing(optimizer, before: dict[str, torch.Tensor], *, clip: bool = True) -> None:
+    """Make a step with NaN gradients, which ``skip_nonfinite`` leaves out; ``before`` are the weights so far."""
+    saved = copy.deepcopy(optimizer.state_dict()["state"])
+    params = optimizer.param_groups[0]["params"]
+    for param in params:
+        param.grad = torch.full_like(param, float("nan"))
+    if clip:
+        optimizer.clip_grad_norm_(1.0)
+    optimizer.step()
+    optimizer.synchronize()
+    optimizer.engine.synchronize()
+    for param, (name, value) in zip(params, before.items(), strict=True):
+        assert torch.equal(param, value), name
+    for index, entry in optimizer.state_dict()["state"].items():
+        assert_bitwise(entry, saved[index])

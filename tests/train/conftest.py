@@ -1,17 +1,7 @@
 import pytest
-import torch
 from tiny_run import TEXT, TINY
 
 from forebay.config import resolve
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """The models here are so small that sharing their work among threads costs more than the work."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture
